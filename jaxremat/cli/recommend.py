@@ -142,7 +142,10 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
 
 
 def _with_short_compiles(flags: RunFlags) -> RunFlags:
-    """The flags with a chunked loss and scanned layers, where the model has these and no others were given."""
+    """The flags with a chunked loss and scanned layers, unless others were given.
+
+    They stay as they are for a model that has neither.
+    """
     model, training, fields = requested_model(flags).model, flags.training, flags.fields
     if "chunked" in model.losses and training.loss is None:
         training = replace(training, loss="chunked")

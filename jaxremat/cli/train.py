@@ -79,7 +79,7 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     eval_batches: Annotated[int, Parameter(metavar="N")] = 10
     """Batches of an evaluation, the same ones each time."""
     sample_tokens: Annotated[int, Parameter(metavar="N")] = 120
-    """Bytes of text that a decoder writes before and after the training. 0 for none."""
+    """Bytes of text that the model writes before and after the training. 0 for none."""
     on_nan: Literal["stop", "continue"] = "stop"
     """What a loss that is no finite number does to the run."""
     fresh: Annotated[bool, Parameter(parse=False)] = False

@@ -1,4 +1,6 @@
-"""The decoder of --model or --hf as the model of a request. JAX is imported where its workloads are made.
+"""The decoder of --model or --hf as the model of a request.
+
+JAX is imported where its workloads are made.
 
 requested_decoder(preset("gpt2").config)    # Model("gpt2", losses=("full", "chunked"), num_layers=12, ...)
 """

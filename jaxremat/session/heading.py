@@ -141,7 +141,7 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 def _inputs_sentence(trials: "Trials") -> str:
     """What the measured steps are run with, or why none is run.
 
-    Empty for the decoder, and for batches of the user's own.
+    Empty for batches of the workload's own.
     """
     from jaxremat.step.inputs import said_inputs
 

@@ -60,7 +60,6 @@ _REASONS: dict[str, Reason] = {
     ),
     "checkpoint_every": _if("it goes with --run-dir", lambda flags, _: flags.run_dir is None),
     "eval_batches": _if("it goes with --eval-every", lambda flags, _: flags.eval_every == 0),
-    "sample_tokens": _if("only the decoder writes text", lambda _, request: request.model.has_own_batch),
     "decay_steps": _if("the schedule is constant", lambda _, request: request.train.schedule == "constant"),
 }
 

@@ -33,8 +33,6 @@ from jaxremat.xla.options import PRESETS
 MAX_STEPS = 10**6
 #: What --mesh says to have the mesh chosen.
 MESH_AUTO = "auto"
-#: The flags of the training step that only the decoder has.
-DECODER_FLAGS = ("loss",)
 
 
 @dataclass(frozen=True)
@@ -195,11 +193,7 @@ def requested_model(flags: StepFlags) -> RequestedModel:
     """
     named, training = flags.hf or flags.model or DEFAULT_MODEL, _given(flags.training)
     lengths, is_own = training.pop("seq_len", ()), flags.hf is None and is_spec(named)
-    of_presets = [
-        *_given(flags.fields),
-        *(name for name in DECODER_FLAGS if name in training),
-        *(["data"] if flags.data else []),
-    ]
+    of_presets = [name for name in _given(flags.fields) if name != "scan_layers"] + ["data"] * bool(flags.data)
     of_own = flag_of("model_arg" if flags.model_arg else "layers")
     whose = f"--hf {named} is one of a known family" if flags.hf is not None else f"--model {named} is a preset"
     reject(
@@ -216,7 +210,8 @@ def requested_model(flags: StepFlags) -> RequestedModel:
         training["seq_len"] = lengths[0]
     if is_own:
         find_source(named)
-        given = GivenModel(named, flags.model_arg, flags.layers, training.get("seq_len"))
+        scans = changed_fields(flags.fields).get("scan_layers")
+        given = GivenModel(named, flags.model_arg, flags.layers, training.get("seq_len"), training.get("loss"), scans)
         return RequestedModel(given_model(given), override(TrainConfig(), **training))
     fields, line = changed_fields(flags.fields), ""
     if flags.hf is not None:
@@ -349,7 +344,10 @@ def _policies(flags: StepFlags, model: Model) -> tuple[RequestedPolicy, ...]:
 
 
 def _policy(text: str, flags: StepFlags, model: Model) -> Policy | Auto | PlanFile:
-    """The policy of a text. A plan chooses among the losses and layouts of the model, unless flags say them."""
+    """The policy of a text.
+
+    A plan chooses among the losses and layouts of the model, unless flags say them.
+    """
     if text.startswith("plan:"):
         return load_plan(text.removeprefix("plan:"))
     if text != "auto":

@@ -141,17 +141,17 @@ class Session:
         from jaxremat.trial.trials import Trials
         from jaxremat.xla.target import in_pool
 
-        flags, train = request.flags, request.train
+        flags = request.flags
         if flags.xla_remat:
             target = in_pool(target, _budget(request, target)[0].pool_bytes)
         factory = factory or request.model.factory(request, target, attention)
-        workload = factory.at(None, train)
+        workload = factory.at(None, request.train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
         trials = Trials(
             factory,
-            train,
+            request.train,
             target,
             budget.num_bytes,
             global_batch=flags.global_batch and flags.global_batch // target.mesh_shape.num_members,

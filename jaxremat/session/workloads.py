@@ -6,12 +6,13 @@ user's own workload may be a whole step, may have one batch, or may bring its op
 
 import dataclasses
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import Frontier, Request, RequestedPolicy
+from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 
 if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
@@ -24,11 +25,16 @@ OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", 
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
     """The request with what the workload determines.
 
-    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none`.
+    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none`. The losses and
+    layouts that a plan chooses among are those that a function of the user's own takes.
 
     Raises:
         UsageError: something was requested that this workload can't do.
     """
+    request = _with_choices(request, factory)
+    if workload.write_text:
+        of_model = {name: reason for name, reason in request.model.no_effect.items() if name != "sample_tokens"}
+        request = replace(request, model=replace(request.model, no_effect=of_model))
     if workload.step is not None:
         _check_mesh_of_step(request, factory, workload)
         request = _for_whole_step(request, factory, workload)
@@ -64,6 +70,27 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
             next_step="leave --batch out, or make the batch free: def workload(batch: int = 8)",
         )
     return replace(request, batches=(own,))
+
+
+def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[Any]:
+    """The request with the losses and layouts of the workload.
+
+    Those of a model that said them before its code ran stay.
+    """
+    if request.model.num_layers is not None:
+        return request
+    loss, scans, train = request.flags.training.loss, request.flags.fields.scan_layers, request.train
+    if not loss and train.loss == TrainConfig.loss:
+        train = replace(train, loss=factory.options.get("loss", train.loss))
+
+    def with_choices(one: RequestedPolicy) -> RequestedPolicy:
+        if not isinstance(one.policy, Auto):
+            return one
+        has_layouts = factory.layout() and scans in (None, "auto") and factory.num_layers() > 1
+        layouts = get_args(Layout) if has_layouts else ()
+        return replace(one, policy=Auto((loss,) if loss else factory.losses(), layouts))
+
+    return replace(request, train=train, policies=tuple(map(with_choices, request.policies)))
 
 
 def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:

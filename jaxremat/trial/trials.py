@@ -175,9 +175,9 @@ class Trials:
         return batch * self.num_members if self.factory.has_free_batch else None
 
     def with_loss(self, loss: str) -> "Trials":
-        """The trials with another loss of the decoder's.
+        """The trials with another loss.
 
-        They are the same trials if the workload has only its own loss.
+        They are the same trials if the workload has only its own.
         """
         if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
             return self
@@ -228,7 +228,7 @@ class Trials:
         """What a remedy of the lint can be: a flag, where the workload has it, or code."""
         if self.workload_at().step is not None:
             return "code"
-        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
+        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "flags with loss"
 
     @property
     def can_run(self) -> bool:

@@ -156,7 +156,10 @@ class WorkloadFactory:
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
-        """The layers that were found in the loss. None for a step, and where the author says which layers there are."""
+        """The layers that were found in the loss.
+
+        None for a step, and where the author says which layers there are.
+        """
         return _layers_in(self._made(None))
 
     def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
@@ -265,7 +268,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
     from jaxremat.workload.load import load_factory
 
     with tracing_for(target), tracing_on(mesh):
-        made = load_factory(given.spec, given.words, given.seq_len)
+        made = load_factory(given.spec, given.words, **given.keywords)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
                 f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",

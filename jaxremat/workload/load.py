@@ -12,6 +12,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, flag_of, nearest
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
@@ -46,6 +47,8 @@ MODELS = {
         "eqx.is_array) and a loss(params, batch) that calls eqx.combine(params, static)(batch)",
     ),
 }
+#: Keywords of a function that flags of the built-in decoder give, too, and how the function takes them.
+_LIKE = {"loss": "loss: str = 'full'", "scan_layers": "scan_layers: bool = True"}
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -122,13 +125,13 @@ class Factory:
         return self._made[which]
 
 
-def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = None) -> Factory:
+def load_factory(text: str, words: Sequence[str] = (), **keywords: Any) -> Factory:
     """Imports the user's code that --model names, and checks that it makes a workload.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
-        seq_len: what --seq-len gave, for the function's keyword `seq_len`. None if the flag wasn't given.
+        **keywords: what other flags give to keywords of the function: `seq_len`, `loss` and `scan_layers`.
 
     Raises:
         UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
@@ -139,18 +142,22 @@ def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = Non
     arguments = parse_arguments(words)
     source = find_source(text)
     found = _attribute(import_source(source), source)
-    if seq_len is not None:
-        arguments = _with_length(arguments, seq_len, found, source)
-    if isinstance(found, Workload):
+    signature = None if isinstance(found, Workload) else _signature(found, source)
+    options = _options(signature, arguments)
+    for name, value in keywords.items():
+        _check_keyword(name, value, signature, arguments, options, source)
+    if signature is None:
         if arguments:
             raise UsageError(
                 f"--model-arg got {words[0]!r}, and {source.name} is a Workload, which takes no arguments",
                 next_step="leave --model-arg out, or name a function that returns a Workload",
             )
         return Factory(source.name, False, None, {}, found)
-    batch = _check_arguments(_signature(found, source), arguments, source)
+    arguments |= {name: value for name, value in keywords.items() if name not in options}
+    batch = _check_arguments(signature, arguments, source)
     default = batch.default if batch and type(batch.default) is int else None
-    return Factory(source.name, batch is not None, default, arguments, found)
+    options = {name: keywords.get(name, value) for name, value in options.items()}
+    return Factory(source.name, batch is not None, default, arguments, found, options)
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -298,21 +305,41 @@ def _signature(function: Any, source: Source) -> inspect.Signature:
         ) from None
 
 
-def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: Source) -> dict[str, Any]:
-    """The arguments with the length of --seq-len.
+def _options(signature: inspect.Signature | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The function's keywords among which a plan chooses, with their defaults.
 
-    Raises:
-        UsageError: the user's function has no keyword `seq_len`, or --model-arg gives it too.
+    They are `loss` where its default is a value of --loss, and `scan_layers` where it is True or False by default.
     """
-    if "seq_len" in arguments:
-        raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
-    if not callable(found) or "seq_len" not in _signature(found, source).parameters:
+    parameters = signature.parameters if signature else {}
+    defaults = {name: parameters[name].default for name in _LIKE if name in parameters and name not in arguments}
+    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(defaults.get("loss")))
+    return {name: value for name, value in defaults.items() if (is_loss if name == "loss" else isinstance(value, bool))}
+
+
+def _check_keyword(
+    name: str,
+    value: Any,
+    signature: inspect.Signature | None,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    source: Source,
+) -> None:
+    """Raises UsageError where a flag can't give a keyword: the function has none, or --model-arg gives it too."""
+    flag = flag_of(name)
+    if name in arguments:
+        raise UsageError(f"{flag} and --model-arg {name} were both given", next_step="leave one of them out")
+    if name == "seq_len" and not (signature and name in signature.parameters):
         raise UsageError(
-            f"sequences of {seq_len} tokens were requested, and {source.name} takes no length",
+            f"sequences of {value} tokens were requested, and {source.name} takes no length",
             cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
             next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
         )
-    return {**arguments, "seq_len": seq_len}
+    if name in _LIKE and name not in options:
+        raise UsageError(
+            f"{flag} {value} was given, and {source.name} takes no {name}",
+            cause=f"it is a Workload, or a function without a keyword such as {_LIKE[name]}",
+            next_step=f"leave {flag} out, or take it: def workload(batch: int = 8, {_LIKE[name]})",
+        )
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:

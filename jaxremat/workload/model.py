@@ -1,4 +1,4 @@
-"""The model of a request: what is known of it before any of its code has run, and how its workload is made.
+"""The model of a request: what is known before its code has run, and how its workload is made.
 
     model = given_model(GivenModel("train.py:workload"))
     model.losses                            # ("own",)
@@ -62,7 +62,7 @@ class Model:
 
 
 def given_model(given: GivenModel) -> Model:
-    """The model of a workload of the user's own. Its code is imported where its factory is made."""
+    """The model of a workload of the user's own. Making its factory imports its code."""
 
     def factory(request: Any, target: Any, attention: str | None) -> "WorkloadFactory":
         from jaxremat.mesh.sharding import abstract_mesh
@@ -72,4 +72,5 @@ def given_model(given: GivenModel) -> Model:
             return given_factory(given, target.mesh, target)
         return given_factory(given, abstract_mesh(request.mesh) if request.mesh else None)
 
-    return Model(given.spec, asdict(given), factory, source_hash=lambda: source_hash(given.spec))
+    no_effect = {"sample_tokens": "the workload writes no text"}  # unless its code says how
+    return Model(given.spec, asdict(given), factory, no_effect=no_effect, source_hash=lambda: source_hash(given.spec))

@@ -1,4 +1,7 @@
-"""The repeated layers of a workload, where its author says which they are. Without that they are found in the traced loss."""
+"""The repeated layers of a workload, where its author says which they are.
+
+Without that they are found in the traced loss.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
