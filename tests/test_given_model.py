@@ -82,7 +82,8 @@ def workload(batch: int = 8, loss: str = "chunked", scan_layers: bool = False):
     one = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     params = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32) if scan_layers else [one] * 3
     x = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
-    return jaxremat.Workload(loss=mean, params=params, batch=x, num_tokens=1 if loss == "full" else 2)
+    tokens = 1 if loss == "full" else 2
+    return jaxremat.Workload(loss=mean, params=params, batch=x, num_tokens=tokens, write_text=lambda params, num: "x" * num)
 """
 
 
@@ -125,7 +126,7 @@ def test_a_keyword_that_the_function_lacks_is_rejected_by_its_flag(train, h100, 
     for spec in (f"{train}:workload", f"{train}:step"):
         with pytest.raises(UsageError) as caught:
             opened(h100, "--model", spec, *flag.split())
-        assert flag in caught.value.got
+        assert all(word in caught.value.got for word in flag.split())
         assert spec.rpartition("/")[2] in caught.value.got
 
 
@@ -147,6 +148,13 @@ def test_losses_and_layouts_of_ones_own(tmp_path, h100):
         opened(h100, "--model", f"{spec}:workload", "--loss", "full", "--model-arg", "loss=full")
     assert "--loss" in caught.value.got
     assert "--model-arg" in caught.value.got
+
+
+def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
+    spec = tmp_path / "given_choices.py"
+    spec.write_text(CHOICES)
+    assert "sample_tokens" not in opened(h100, "--model", f"{spec}:workload").request.model.no_effect
+    assert "sample_tokens" in opened(h100, "--model", f"{train}:workload").request.model.no_effect
 
 
 def test_a_keyword_of_another_meaning_is_the_function_s_own(tmp_path, h100):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UsageError, flag_of, nearest
+from jaxremat.errors import UsageError, nearest
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
@@ -47,8 +47,12 @@ MODELS = {
         "eqx.is_array) and a loss(params, batch) that calls eqx.combine(params, static)(batch)",
     ),
 }
-#: Keywords of a function that flags of the built-in decoder give, too, and how the function takes them.
-_LIKE = {"loss": "loss: str = 'full'", "scan_layers": "scan_layers: bool = True"}
+#: By keyword of a function, the flag that gives it, and how the function takes it.
+_TAKES = {
+    "seq_len": ("--seq-len or --lengths", "seq_len: int = 1024"),
+    "loss": ("--loss", "loss: str = 'full'"),
+    "scan_layers": ("--scan-layers", "scan_layers: bool = True"),
+}
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -145,7 +149,15 @@ def load_factory(text: str, words: Sequence[str] = (), **keywords: Any) -> Facto
     signature = None if isinstance(found, Workload) else _signature(found, source)
     options = _options(signature, arguments)
     for name, value in keywords.items():
-        _check_keyword(name, value, signature, arguments, options, source)
+        flag, like = _TAKES[name]
+        if name in arguments:
+            raise UsageError(f"{flag} and --model-arg {name} were both given", next_step="leave one of them out")
+        if name not in options and (name != "seq_len" or not (signature and name in signature.parameters)):
+            raise UsageError(
+                f"{name} {value} was requested by {flag}, and {source.name} takes no {name}",
+                cause="it is a Workload, or a function without such a keyword",
+                next_step=f"leave {flag} out, or take the keyword: def workload(batch: int = 8, {like})",
+            )
     if signature is None:
         if arguments:
             raise UsageError(
@@ -311,35 +323,13 @@ def _options(signature: inspect.Signature | None, arguments: dict[str, Any]) -> 
     They are `loss` where its default is a value of --loss, and `scan_layers` where it is True or False by default.
     """
     parameters = signature.parameters if signature else {}
-    defaults = {name: parameters[name].default for name in _LIKE if name in parameters and name not in arguments}
-    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(defaults.get("loss")))
-    return {name: value for name, value in defaults.items() if (is_loss if name == "loss" else isinstance(value, bool))}
-
-
-def _check_keyword(
-    name: str,
-    value: Any,
-    signature: inspect.Signature | None,
-    arguments: dict[str, Any],
-    options: dict[str, Any],
-    source: Source,
-) -> None:
-    """Raises UsageError where a flag can't give a keyword: the function has none, or --model-arg gives it too."""
-    flag = flag_of(name)
-    if name in arguments:
-        raise UsageError(f"{flag} and --model-arg {name} were both given", next_step="leave one of them out")
-    if name == "seq_len" and not (signature and name in signature.parameters):
-        raise UsageError(
-            f"sequences of {value} tokens were requested, and {source.name} takes no length",
-            cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
-            next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
-        )
-    if name in _LIKE and name not in options:
-        raise UsageError(
-            f"{flag} {value} was given, and {source.name} takes no {name}",
-            cause=f"it is a Workload, or a function without a keyword such as {_LIKE[name]}",
-            next_step=f"leave {flag} out, or take it: def workload(batch: int = 8, {_LIKE[name]})",
-        )
+    free = {name: parameter.default for name, parameter in parameters.items() if name not in arguments}
+    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(free.get("loss")))
+    return {
+        name: free[name]
+        for name, holds in (("loss", is_loss), ("scan_layers", type(free.get("scan_layers")) is bool))
+        if holds
+    }
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:

@@ -1,4 +1,4 @@
-"""The model of a request: what is known before its code has run, and how its workload is made.
+"""The model of a request: what is known before its code runs, and what makes its workload.
 
     model = given_model(GivenModel("train.py:workload"))
     model.losses                            # ("own",)
