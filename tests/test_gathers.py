@@ -13,6 +13,8 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.speed import Links
+from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UnknownNameError
@@ -26,9 +28,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.workload import Workload
-from jaxremat.xla.collectives import Links
 from jaxremat.xla.kernels import kernels_of
-from jaxremat.xla.target import Target, load_target
 from tests.mesh_runs import MODEL as WIDE
 from tests.roofline import SLOW
 

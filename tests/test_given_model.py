@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from jaxremat.chips.target import Target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import main as explain
 from jaxremat.cli.grid import sweep_trials
@@ -19,7 +20,6 @@ from jaxremat.trial.plan_file import load_plan
 from jaxremat.trial.record import ExplainRecord, PlanRecord, TrialRecord
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.model import given_model
-from jaxremat.xla.target import Target
 
 RecordT = TypeVar("RecordT")
 TRAIN = """

@@ -9,6 +9,7 @@ Checks that need JAX come later, in `Session.of`. An example:
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.config import Layout, TrainConfig, check, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -26,7 +27,6 @@ from jaxremat.units import gib
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.model import Model, given_model
 from jaxremat.workload.source import find_source, is_spec
-from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
 
 #: The most steps that are measured.

@@ -42,11 +42,11 @@ from jaxremat.workload.given import GivenModel
 from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-    from jaxremat.xla.target import Target
 
 #: The flags that a session's own arguments and methods stand for.
 _NOT_OPTIONS = ("model", "hf", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
@@ -96,7 +96,7 @@ class Session:
         budget: int | str | None = None,
         **options: Any,
     ) -> None:
-        from jaxremat.xla.target import load_target
+        from jaxremat.chips.target import load_target
 
         named: dict[str, Any] = {}
         if isinstance(model, str | Path):
@@ -138,8 +138,8 @@ class Session:
         Raises:
             UsageError: the request isn't valid for this model or target.
         """
+        from jaxremat.chips.target import in_pool
         from jaxremat.trial.trials import Trials
-        from jaxremat.xla.target import in_pool
 
         flags = request.flags
         if flags.xla_remat:
