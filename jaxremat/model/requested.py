@@ -2,29 +2,42 @@
 
 JAX is imported where its workloads are made.
 
-requested_decoder(preset("gpt2").config)    # Model("gpt2", losses=("full", "chunked"), num_layers=12, ...)
+named_decoder(None, "gpt2", {})    # Model("gpt2", losses=("full", "chunked"), num_layers=12, ...)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.config import ModelConfig
+from jaxremat.config import ModelConfig, check, override
 from jaxremat.model.flops import model_flops
+from jaxremat.model.hf import read_hf
 from jaxremat.model.on_mesh import check_mesh
+from jaxremat.model.presets import preset
 from jaxremat.workload.model import Model
 
 if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
 
 
-def requested_decoder(config: ModelConfig, line: str = "") -> Model:
-    """The decoder as the model of a request.
+def named_decoder(hf: str | None, name: str, fields: Mapping[str, Any]) -> Model:
+    """The model of --hf, or the preset of --model.
 
     Args:
-        config: its sizes.
-        line: the line of the heading that says where they come from. Empty for presets.
+        hf: the path of a Hugging Face `config.json`. None takes the preset.
+        name: the preset's name.
+        fields: the fields that flags change.
+
+    Raises:
+        UsageError: there is no such model, or the fields don't go with it.
     """
+    if hf is not None:
+        found = read_hf(hf, fields)
+        return _requested(found.config, found.seq_len, found.line())
+    return _requested(override(preset(name).config, **fields), preset(name).seq_len)
+
+
+def _requested(config: ModelConfig, seq_len: int, line: str = "") -> Model:
 
     def factory(request: Any, target: Any, attention: str | None) -> "WorkloadFactory":
         from jaxremat.model.attention import AttentionChoice, choose_attention
@@ -51,6 +64,8 @@ def requested_decoder(config: ModelConfig, line: str = "") -> Model:
         num_experts=config.num_experts,
         has_tensor=True,
         max_seq_len=config.max_seq_len if config.positions == "learned" else None,
+        seq_len=seq_len,
+        check=lambda train: check(config, train),
         flops_at=lambda seq_len: model_flops(config, 1, seq_len),
         check_mesh=lambda mesh, planned: check_mesh(config, mesh, planned=planned),
         no_effect=dict(_no_effect(config)),

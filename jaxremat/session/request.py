@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from jaxremat.chips.nvidia.gpu import load_gpu
-from jaxremat.config import Layout, TrainConfig, check, divisors, override
+from jaxremat.config import Layout, TrainConfig, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
-from jaxremat.model.hf import read_hf
-from jaxremat.model.presets import preset
-from jaxremat.model.requested import requested_decoder
+from jaxremat.model.requested import named_decoder
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Every, Mix, OneIn, Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -208,20 +206,16 @@ def requested_model(flags: StepFlags) -> RequestedModel:
     )  # fmt: skip
     if lengths:
         training["seq_len"] = lengths[0]
+    fields = changed_fields(flags.fields)
     if is_own:
         find_source(named)
-        scans = changed_fields(flags.fields).get("scan_layers")
-        given = GivenModel(named, flags.model_arg, flags.layers, training.get("seq_len"), training.get("loss"), scans)
-        return RequestedModel(given_model(given), override(TrainConfig(), **training))
-    fields, line = changed_fields(flags.fields), ""
-    if flags.hf is not None:
-        found = read_hf(flags.hf, fields)
-        config, seq_len, line = found.config, found.seq_len, found.line()
+        given = training.get("seq_len"), training.get("loss"), fields.get("scan_layers")
+        model = given_model(GivenModel(named, flags.model_arg, flags.layers, *given))
     else:
-        config, seq_len = override(preset(named).config, **fields), preset(named).seq_len
-    train = override(TrainConfig(seq_len=seq_len), **training)
-    check(config, train)
-    return RequestedModel(requested_decoder(config, line), train)
+        model = named_decoder(flags.hf, named, fields)
+    train = override(TrainConfig(seq_len=model.seq_len), **training)
+    model.check(train)
+    return RequestedModel(model, train)
 
 
 def changed_fields(fields: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.config import Layout
+from jaxremat.config import Layout, TrainConfig
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.source import source_hash
@@ -37,6 +37,8 @@ class Model:
         num_experts: the most devices that the mesh's axis `expert` can have.
         has_tensor: whether the mesh's axis `tensor` divides its layers.
         max_seq_len: the longest sequence that it takes. None where there is no limit, or only its code says it.
+        seq_len: tokens per sequence where no flag says it.
+        check: `check(train)` raises UsageError where the model can't be trained so.
         flops_at: what a sequence of a length costs beside one of another length, such as its FLOPs.
         check_mesh: `check_mesh(mesh, planned)` raises UsageError where the mesh can't divide the model, or no plan can be made on
             it.
@@ -55,6 +57,8 @@ class Model:
     num_experts: int = 1
     has_tensor: bool = False
     max_seq_len: int | None = None
+    seq_len: int = TrainConfig.seq_len
+    check: Callable[[TrainConfig], None] = field(default=lambda train: None, compare=False)
     flops_at: Callable[[int], float] = field(default=float, compare=False)
     check_mesh: Callable[[MeshShape, bool], None] = field(default=lambda mesh, planned: None, compare=False)
     no_effect: Mapping[str, str] = field(default_factory=dict)
