@@ -78,12 +78,7 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
         raise UsageError(f"--top got {flags.top}", allowed="0 or more", next_step="leave it out for the default")
     if flags.redact and not flags.page:
         raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
-    request = check_step(flags)
-    if request.meshes:
-        raise UsageError(
-            "--mesh auto compares meshes in jaxremat.run, and explain takes one mesh",
-            next_step="--mesh fsdp=8, or another mesh",
-        )
+    request = check_step(flags, one_mesh="explain takes one mesh")
     if any(isinstance(requested.policy, Auto) for requested in request.policies):
         raise UsageError(
             "--policy auto is planned by jaxremat.run, and explain takes policies",

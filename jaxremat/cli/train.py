@@ -11,8 +11,8 @@ saved).
 """
 
 import contextlib
+import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from jaxremat.session.request import Auto, Request, RequestedPolicy, check_step
 from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
-from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
+from jaxremat.trial.plan_file import PlanFile, load_plan, plan_of, plan_text
 from jaxremat.trial.record import PlanRecord
 
 if TYPE_CHECKING:
@@ -124,12 +124,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
     flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
     is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
     step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
-    request = replace(check_step(step_flags), flags=flags)
-    if request.meshes:
-        raise UsageError(
-            "--mesh auto compares meshes in jaxremat.run, and a training has one mesh",
-            next_step="--mesh fsdp=8, or another mesh",
-        )
+    request = replace(check_step(step_flags, one_mesh="a training has one mesh"), flags=flags)
     for flag, values in {"--policy": request.policies, "--batch": request.batches}.items():
         if len(values) > 1:
             raise UsageError(
@@ -187,7 +182,7 @@ def _train(
             plan = load_plan(str(folder.plan))
         else:
             new_plan = planned_now(request, requested, target, progress)
-            plan = as_loaded(new_plan)
+            plan = plan_of("plan.json", json.loads(plan_text(new_plan)))
         request = replace(request, policies=(replace(requested, policy=plan),))
     session = Session.of(request, target)
     (requested,) = session.request.policies
@@ -273,14 +268,6 @@ def planned_now(
             next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
         )
     return plans[0]
-
-
-def as_loaded(plan: PlanRecord) -> PlanFile:
-    """The plan as it is read from its file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "plan.json")
-        path.write_text(plan_text(plan))
-        return load_plan(str(path))
 
 
 def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool, folder: "RunFolder | None") -> "Trials":

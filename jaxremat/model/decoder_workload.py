@@ -86,15 +86,11 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
                         seq_len=targets_BT.shape[1],
                         vocab_size=model.vocab_size,
                         logit_bytes=hidden_BTD.dtype.itemsize,
-                        free_bytes=_tree_bytes(params["layers"]),
+                        free_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"])),
                     )
                 return chunked_cross_entropy(logits, kernel, hidden_BTD, targets_BT, positions)
 
     return mean_loss
-
-
-def _tree_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def decoder_workload(

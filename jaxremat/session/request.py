@@ -146,8 +146,13 @@ def without_planning(flags: RunFlags) -> RunFlags:
     return replace(flags, objective="time", offload=False, fields=fields)
 
 
-def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Request[StepFlagsT]:
-    """The request of the flags that `run` and `explain` share.
+def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, one_mesh: str = "") -> Request[StepFlagsT]:
+    """The request of the flags that commands which compile steps share.
+
+    Args:
+        flags: the flags.
+        requested: the model in place of the one that the flags name.
+        one_mesh: why the command compares no meshes. Empty if it does.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
@@ -161,6 +166,8 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Re
         raise bad_value("--headroom", f"{flags.headroom:g}", allowed, "0.02 leaves 2 % of the limit free")
     if flags.target not in (None, "gpu", "cpu"):
         load_gpu(flags.target)
+    reject((one_mesh and flags.mesh == MESH_AUTO, f"--mesh auto compares meshes in jaxremat run, and {one_mesh}",
+            "--mesh fsdp=8, or another mesh"))  # fmt: skip
     policies = _policies(flags, requested.model)
     planned, texts = _is_planned(policies), ", ".join(one.text for one in policies)
     reject(

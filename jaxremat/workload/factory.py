@@ -302,14 +302,8 @@ def shape_text(tree: Any) -> str:
     Of many leaves, the first three.
     """
     leaves = [
-        f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)
+        f"{leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.dtype(leaf.dtype).name}"
+        f"[{','.join(map(str, leaf.shape))}]"
+        for leaf in jax.tree.leaves(tree)
     ]
     return ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
-
-
-def _is_plain(leaf: Any) -> bool:
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
-
-def _axes(leaf: Any) -> str:
-    return f"[{','.join(map(str, leaf.shape))}]"

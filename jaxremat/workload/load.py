@@ -347,17 +347,12 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
                 allowed=", ".join(by_name) or "none, as the function has no keywords",
                 next_step=nearest(key, by_name) or "leave it out",
             )
-        if isinstance(value, str) and key in by_name and isinstance(by_name[key].default, bool):
-            raise UsageError(
-                f"--model-arg got '{key}={value}', and {key} is {by_name[key].default} by default",
-                allowed="True or False, as Python writes them",
-                next_step=f"write it like --model-arg {key}={not by_name[key].default}",
-            )
         if isinstance(value, str) and key in by_name and isinstance(default := by_name[key].default, int | float):
+            is_bool = isinstance(default, bool)
             raise UsageError(
                 f"--model-arg got '{key}={value}', and {key} is {default} by default",
-                allowed="a number",
-                next_step=f"write it like --model-arg {key}={default}",
+                allowed="True or False, as Python writes them" if is_bool else "a number",
+                next_step=f"write it like --model-arg {key}={not default if is_bool else default}",
             )
     needed = [
         name
