@@ -117,6 +117,15 @@ def decoder_workload(
     def loss_under(policy: Policy) -> Any:
         return make_loss(model, policy, implementation, train.loss)
 
+    without_extras = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, train.loss)
+
+    def train_text(first: int = 0) -> Iterator[Any]:
+        return batches(split_text(load_text(data), train.seq_len)[0], batch, train.seq_len, train.seed, first)
+
+    def eval_text() -> Iterator[Any]:
+        text = split_text(load_text(data), train.seq_len)[1]
+        return iter(()) if text is None else batches(text, batch, train.seq_len, seed=0)
+
     def otherwise() -> tuple[Workload, str]:
         return decoder_workload(model, train, batch, "xla", data), "--attention xla"
 
@@ -126,9 +135,9 @@ def decoder_workload(
         params=_params(model),
         batch=jax.ShapeDtypeStruct((batch, train.seq_len + 1), jnp.int32),
         init=init,
-        batches=lambda first=0: _train_text(batch, train, data, first),
-        eval_loss=make_eval_loss(model, implementation, train.loss),
-        eval_batches=lambda: _eval_text(batch, train, data),
+        batches=train_text,
+        eval_loss=lambda params, tokens: without_extras(params, tokens, jax.random.key(0)),
+        eval_batches=eval_text,
         model_flops=model_flops(model, batch, train.seq_len),
         num_tokens=batch * train.seq_len,
         name=model.name,
@@ -144,25 +153,6 @@ def decoder_workload(
         write_text=lambda params, num_tokens: sample_text(model, params, train.seq_len, num_tokens),
         otherwise=otherwise if implementation == "cudnn" else None,
     )
-
-
-def make_eval_loss(model: ModelConfig, implementation: str, loss: str) -> Any:
-    """The function `loss(params, tokens)` of an evaluation.
-
-    It is the cross-entropy of `make_loss` without dropout and without the router's loss.
-    """
-    without = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, loss)
-    return lambda params, tokens: without(params, tokens, jax.random.key(0))
-
-
-def _train_text(batch: int, train: TrainConfig, data: str | None, first: int) -> Iterator[Any]:
-    text, _ = split_text(load_text(data), train.seq_len)
-    return batches(text, batch, train.seq_len, train.seed, first)
-
-
-def _eval_text(batch: int, train: TrainConfig, data: str | None) -> Iterator[Any]:
-    _, text = split_text(load_text(data), train.seq_len)
-    return batches(text, batch, train.seq_len, seed=0) if text is not None else iter(())
 
 
 #: The shapes of the parameters, which take a while to trace.

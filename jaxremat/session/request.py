@@ -216,8 +216,8 @@ def requested_model(flags: StepFlags) -> RequestedModel:
     fields = changed_fields(flags.fields)
     if is_own:
         find_source(named)
-        given = training.get("seq_len"), training.get("loss"), fields.get("scan_layers")
-        model = given_model(GivenModel(named, flags.model_arg, flags.layers, *given))
+        keywords = {name: value for name, value in (training | fields).items() if name in ("seq_len", "loss", "scan_layers")}
+        model = given_model(GivenModel(named, flags.model_arg, flags.layers, keywords))
     else:
         model = named_decoder(flags.hf, named, fields)
     train = override(TrainConfig(seq_len=model.seq_len), **training)

@@ -282,7 +282,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
         made,
         made.has_free_batch,
         given.layers,
-        given.seq_len,
+        given.keywords.get("seq_len"),
         requested,
         mesh,
         target,

@@ -3,7 +3,8 @@
 This module imports neither JAX nor the user's code.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 #: What plans and records call the loss of a workload that has only one.
@@ -18,20 +19,11 @@ class GivenModel:
         spec: `pkg.mod:attr` or `path.py:attr`.
         words: the words of --model-arg, such as `width=128`.
         layers: the glob patterns of --layers.
-        seq_len: the tokens per sequence of --seq-len, for a function with a keyword `seq_len`. None if the flag wasn't given.
-        loss: --loss, for a function with a keyword `loss`. None if the flag wasn't given.
-        scan_layers: --scan-layers, for a function with a keyword `scan_layers`. None if the flag wasn't given, or is auto.
+        keywords: what --seq-len, --loss and --scan-layers give to keywords of a function: `seq_len`, `loss` and `scan_layers`.
+            Flags that weren't given aren't there.
     """
 
     spec: str
     words: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
-    seq_len: int | None = None
-    loss: str | None = None
-    scan_layers: bool | None = None
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords that flags give to the function."""
-        given = {"seq_len": self.seq_len, "loss": self.loss, "scan_layers": self.scan_layers}
-        return {name: value for name, value in given.items() if value is not None}
+    keywords: Mapping[str, Any] = field(default_factory=dict)
