@@ -141,15 +141,15 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
     with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
-                chosen = choose_mesh(one, policy, listener)
-                place = chosen.record.seq_len, str(chosen.record.mesh)
-                if chosen.session and place not in sessions:
-                    show_heading(chosen.session, report, before=[*sessions.values()])
-                printer.mesh_chosen(chosen.record)
-                if chosen.session:
-                    sessions[place] = chosen.session
-                    answer_policy(chosen.session, chosen.session.request.policies[0], listener)
-                    chosen.session.trials.forget()
+                record, session = choose_mesh(one, policy, listener)
+                place = record.seq_len, str(record.mesh)
+                if session and place not in sessions:
+                    show_heading(session, report, before=[*sessions.values()])
+                printer.mesh_chosen(record)
+                if session:
+                    sessions[place] = session
+                    answer_policy(session, session.request.policies[0], listener)
+                    session.trials.forget()
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
     return printer.exit_code()

@@ -72,11 +72,10 @@ def _answer(request: Request) -> Result:
 
     listener = Listener((records := list[Record]()).append, progress=_show, note=note)
     if request.meshes:
-        chosen = choose_mesh(request, request.policies[0], listener)
-        records.append(chosen.record)
-        if chosen.session is None:
+        record, session = choose_mesh(request, request.policies[0], listener)
+        records.append(record)
+        if session is None:
             return Result(outcome="ok", records=tuple(records))
-        session = chosen.session
     else:
         session = Session.of(request, load_target(request.flags.target, request.mesh))
     target = session.trials.target

@@ -46,7 +46,8 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.is_before_ampere and trials.workload_at(batch).compute_dtype == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
-        places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
+        nodes, processes = target.mesh_shape.nodes, target.num_processes
+        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     yield from trials.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
@@ -85,10 +86,6 @@ def _state_sentence(trials: "Trials", batch: int) -> str:
     return (
         f"{gib(sum(leaf.num_bytes for leaf in state))} in all; each device has {gib(divided)} of parts, {gib(whole)} whole"
     )
-
-
-def _places_sentence(nodes: int, processes: int) -> str:
-    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
 
 
 def _model_sentence(trials: "Trials", batch: int | None) -> str:

@@ -3,7 +3,7 @@
 The sensible meshes of the request's devices are compared, and a session is opened on the best one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import TargetError, UsageError
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
     from jaxremat.trial.comparisons import MeshChoiceRecord
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The mesh of the best answer for a policy.
-
-    Attributes:
-        record: the meshes side by side.
-        session: the session of this policy on that mesh, with the steps that were compiled. None where the state fits on
-            no mesh.
-    """
-
-    record: "MeshChoiceRecord"
-    session: Session | None
-
-
-def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Listener) -> Chosen:
+def choose_mesh(
+    request: Request[Any], requested: RequestedPolicy, listener: Listener
+) -> "tuple[MeshChoiceRecord, Session | None]":
     """Compares the meshes of `request` for the policy `requested`.
+
+    Returns:
+        The meshes side by side, and the session of this policy on the best of them, with the steps that were compiled. The
+        latter is None where the state fits on no mesh.
 
     Raises:
         UsageError: no mesh goes with the request.
@@ -102,11 +94,11 @@ def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Lis
     )
     best, record = compared.best, record_of(compared)
     if best is None or best.trials is None:
-        return Chosen(record, None)
+        return record, None
     on_best = replace(request, mesh=_or_none(best.mesh))
     session = Session.of(on_best, best.trials.target, factory=best.trials.factory).with_trials(steps=best.trials.steps)
     session.planned_batch = best.batch
-    return Chosen(record, session)
+    return record, session
 
 
 def _or_none(mesh: MeshShape) -> MeshShape | None:

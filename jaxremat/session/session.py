@@ -106,7 +106,8 @@ class Session:
         given, factory = None, None
         if not named:
             name = getattr(model, "__name__", "workload")
-            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), _train_of(flags))
+            train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
+            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
             factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, given)
         if request.meshes:
@@ -339,11 +340,6 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
         except msgspec.ValidationError as error:
             raise UsageError(f"Session got {name}={value!r}: {error}", next_step="see jaxremat run --help-all") from None
     return filled(RunFlags, values)
-
-
-def _train_of(flags: RunFlags) -> TrainConfig:
-    """The settings of the training step around a workload of the user's own."""
-    return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
 
 
 def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFactory":

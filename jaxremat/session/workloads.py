@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.config import Layout, TrainConfig
-from jaxremat.errors import UsageError
+from jaxremat.errors import UsageError, flag_of, reject
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
@@ -44,31 +44,20 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
         _check_own_optimizer(request, factory)
     if factory.has_free_batch:
         return request
-    own = workload.num_samples or 1
-    if request.mesh and workload.step is None:
-        raise UsageError(
-            f"a mesh of {request.mesh.num_devices} devices was requested, and {factory.name} has the one batch {own}",
-            cause="each device has samples of its own, so that the batch of the step depends on the mesh",
-            next_step="make the batch free: def workload(batch: int = 8)",
-        )
-    if isinstance(request.flags, RunFlags) and request.flags.objective == "batch":
-        raise UsageError(
-            f"--objective batch looks for the batch, and {factory.name} has the one batch {own}",
-            next_step="--objective time, or make the batch free: def workload(batch: int = 8)",
-        )
-    if request.flags.global_batch is not None and request.flags.global_batch % own:
-        raise UsageError(
-            f"--global-batch {request.flags.global_batch} was requested, and {factory.name} has the one batch {own}",
-            allowed=f"multiples of {own}",
-            next_step=f"--global-batch {own * max(1, request.flags.global_batch // own)}",
-        )
-    if others := [batch for batch in request.batches if batch != own]:
-        raise UsageError(
-            f"--batch {others[0]} was requested, and {factory.name} has the one batch {own}",
-            cause="a Workload, or a function without the keyword batch"
-            + ("" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"),
-            next_step="leave --batch out, or make the batch free: def workload(batch: int = 8)",
-        )
+    own, flags, total = workload.num_samples or 1, request.flags, request.flags.global_batch or 0
+    others = [batch for batch in request.batches if batch != own]
+    has, free = f"and {factory.name} has the one batch {own}", "make the batch free: def workload(batch: int = 8)"
+    uneven = "" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"
+    reject(
+        (request.mesh and workload.step is None, f"a mesh was requested, {has}", free,
+         "each device has samples of its own, so that the batch of the step depends on the mesh"),
+        (isinstance(flags, RunFlags) and flags.objective == "batch", f"--objective batch looks for the batch, {has}",
+         f"--objective time, or {free}"),
+        (total % own, f"--global-batch {total} was requested, {has}", f"--global-batch {own * max(1, total // own)}", "",
+         f"multiples of {own}"),
+        (others, f"--batch {[*others, 0][0]} was requested, {has}", f"leave --batch out, or {free}",
+         f"a Workload, or a function without the keyword batch{uneven}"),
+    )  # fmt: skip
     return replace(request, batches=(own,))
 
 
@@ -112,34 +101,24 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
     """The request for a workload that is a step: `none` in place of the default policy."""
     training = request.flags.training
     fields = [f.name for f in dataclasses.fields(training) if vars(training)[f.name] not in (None, ())]
-    given = [f"--{name.replace('_', '-')}" for name in fields if name != "seq_len"]  # a length is an argument of the user's
-    given += [] if request.flags.global_batch is None else ["--global-batch"]
-    given += ["--layers"] if request.flags.layers else []
-    if given:
-        raise UsageError(
-            f"{given[0]} was given, and {factory.name} is a whole step",
-            cause="the training step around a loss is made here, and a whole step is compiled as it is",
-            next_step=f"leave {given[0]} out, or give the loss: Workload(loss=f, params=..., batch=...)",
-        )
-    others = [requested for requested in request.policies if requested.policy != NONE]
-    default = not request.flags.policy and all(other.text == "dots" for other in others)
-    if others and not default:
-        raise UsageError(
-            f"{'--frontier' if isinstance(others[0].policy, Frontier) else f'--policy {others[0].text}'} was requested, "
-            f"and {factory.name} is a whole step",
-            allowed="none, which compiles the step as it is",
-            cause="a policy goes around layers, before the gradient is taken",
-            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
-        )
+    given = [flag_of(name) for name in fields if name != "seq_len"]  # a length is an argument of the user's
+    given += ["--global-batch"] * (request.flags.global_batch is not None) + ["--layers"] * bool(request.flags.layers)
+    others = [one for one in request.policies if one.policy != NONE and (request.flags.policy or one.text != "dots")]
+    flag, other = [*given, ""][0], others[0] if others else RequestedPolicy("none", NONE)
+    requested = "--frontier" if isinstance(other.policy, Frontier) else f"--policy {other.text}"
+    is_step, loss = f"and {factory.name} is a whole step", "give the loss: Workload(loss=f, params=..., batch=...)"
+    reject(
+        (flag, f"{flag} was given, {is_step}", f"leave {flag} out, or {loss}",
+         "the training step around a loss is made here, and a whole step is compiled as it is"),
+        (others, f"{requested} was requested, {is_step}", loss,
+         "a policy goes around layers, before the gradient is taken", "none, which compiles the step as it is"),
+    )  # fmt: skip
     return replace(request, policies=(RequestedPolicy("none", NONE),))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:
     """Raises UsageError for a flag that the workload's own optimizer doesn't read."""
     training = vars(request.flags.training)
-    if given := [name for name in OPTIMIZER_FIELDS if training[name] is not None]:
-        flag = f"--{given[0].replace('_', '-')}"
-        raise UsageError(
-            f"{flag} was given, and {factory.name} brings its own optimizer",
-            next_step=f"leave {flag} out, or choose one of --list optimizers with --optimizer",
-        )
+    given = next((flag_of(name) for name in OPTIMIZER_FIELDS if training[name] is not None), "")
+    reject((given, f"{given} was given, and {factory.name} brings its own optimizer",
+            f"leave {given} out, or choose one of --list optimizers with --optimizer"))  # fmt: skip

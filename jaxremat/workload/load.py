@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, both, nearest, reject
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
@@ -99,20 +99,14 @@ class Factory:
 
         if batch is not None and not self.has_free_batch:
             own, is_given = self(None, **options), "batch" in self.arguments
-            if batch == (own.num_samples or 1):
-                return own
-            raise UsageError(
-                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was requested",
-                cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
-                next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
-            )
+            number = own.num_samples or 1
+            reject((batch != number, f"{self.name} has one batch, {number}, and batch {batch} was requested",
+                    "leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
+                    "--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch"))  # fmt: skip
+            return own
         batch = self.default_batch if batch is None else batch
-        if batch is None and self.has_free_batch:
-            raise UsageError(
-                f"{self.name} needs a batch",
-                cause="its keyword batch has no number as default",
-                next_step="--batch 8, or a default: def workload(batch: int = 8)",
-            )
+        reject((batch is None and self.has_free_batch, f"{self.name} needs a batch", "--batch 8, or a default, as in batch=8",
+                "its keyword batch has no number as default"))  # fmt: skip
         options = {**self.options, **options}
         which = (batch, *options.values())
         if which not in self._made:
@@ -150,20 +144,16 @@ def load_factory(text: str, words: Sequence[str] = (), **keywords: Any) -> Facto
     options = _options(signature, arguments)
     for name, value in keywords.items():
         flag, like = _TAKES[name]
-        if name in arguments:
-            raise UsageError(f"{flag} and --model-arg {name} were both given", next_step="leave one of them out")
-        if name not in options and (name != "seq_len" or not (signature and name in signature.parameters)):
-            raise UsageError(
-                f"{name} {value} was requested by {flag}, and {source.name} takes no {name}",
-                cause="it is a Workload, or a function without such a keyword",
-                next_step=f"leave {flag} out, or take the keyword: def workload(batch: int = 8, {like})",
-            )
+        takes = name in options or (name == "seq_len" and signature and name in signature.parameters)
+        reject(
+            (name in arguments, both(flag, f"--model-arg {name}"), "leave one of them out"),
+            (not takes, f"{name} {value} was requested by {flag}, and {source.name} takes no {name}",
+             f"leave {flag} out, or take the keyword: def workload(batch: int = 8, {like})",
+             "it is a Workload, or a function without such a keyword"),
+        )  # fmt: skip
     if signature is None:
-        if arguments:
-            raise UsageError(
-                f"--model-arg got {words[0]!r}, and {source.name} is a Workload, which takes no arguments",
-                next_step="leave --model-arg out, or name a function that returns a Workload",
-            )
+        reject((words, f"--model-arg got {[*words, ''][0]!r}, and {source.name} is a Workload, which takes no arguments",
+                "leave --model-arg out, or name a function that returns a Workload"))  # fmt: skip
         return Factory(source.name, False, None, {}, found)
     arguments |= {name: value for name, value in keywords.items() if name not in options}
     batch = _check_arguments(signature, arguments, source)
@@ -186,14 +176,11 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not (equals and key.isidentifier()):
-            raise UsageError(
-                f"--model-arg got {word!r}",
-                allowed="key=value, with a keyword of the function that --model names",
-                next_step="write it like --model-arg depth=12",
-            )
-        if key in arguments:
-            raise UsageError(f"--model-arg gives {key!r} twice", allowed="each key once", next_step=f"leave {word!r} out")
+        reject(
+            (not (equals and key.isidentifier()), f"--model-arg got {word!r}", "write it like --model-arg depth=12", "",
+             "key=value, with a keyword of the function that --model names"),
+            (key in arguments, f"--model-arg gives {key!r} twice", f"leave {word!r} out", "", "each key once"),
+        )  # fmt: skip
         try:
             arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -341,30 +328,24 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
     by_name = {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key, value in arguments.items():
-        if key not in by_name and not takes_any:
-            raise UsageError(
-                f"--model-arg got {key!r}, which {source.name} doesn't take",
-                allowed=", ".join(by_name) or "none, as the function has no keywords",
-                next_step=nearest(key, by_name) or "leave it out",
-            )
-        if isinstance(value, str) and key in by_name and isinstance(default := by_name[key].default, int | float):
-            is_bool = isinstance(default, bool)
-            raise UsageError(
-                f"--model-arg got '{key}={value}', and {key} is {default} by default",
-                allowed="True or False, as Python writes them" if is_bool else "a number",
-                next_step=f"write it like --model-arg {key}={not default if is_bool else default}",
-            )
+        default = by_name[key].default if key in by_name else None
+        is_bool = isinstance(default, bool)
+        allowed, like = ("True or False, as Python writes them", not default) if is_bool else ("a number", default)
+        reject(
+            (key not in by_name and not takes_any, f"--model-arg got {key!r}, which {source.name} doesn't take",
+             nearest(key, by_name) or "leave it out", "", ", ".join(by_name) or "none, as the function has no keywords"),
+            (isinstance(value, str) and isinstance(default, int | float),
+             f"--model-arg got '{key}={value}', and {key} is {default} by default", f"write it like --model-arg {key}={like}",
+             "", allowed),
+        )  # fmt: skip
     needed = [
         name
         for name, parameter in signature.parameters.items()
         if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in arguments and name != "batch"
     ]
-    if needed:
-        raise UsageError(
-            f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
-            cause="it isn't the function that returns the Workload, or it lacks defaults",
-            next_step=f"give a value, like --model-arg {needed[0]}=VALUE",
-        )
+    reject((needed, f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
+            f"give a value, like --model-arg {[*needed, ''][0]}=VALUE",
+            "it isn't the function that returns the Workload, or it lacks defaults"))  # fmt: skip
     return None if "batch" in arguments else by_name.get("batch")
 
 

@@ -72,9 +72,8 @@ def given_model(given: GivenModel) -> Model:
         from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
 
-        if target is not None:
-            return given_factory(given, target.mesh, target)
-        return given_factory(given, abstract_mesh(request.mesh) if request.mesh else None)
+        mesh = target.mesh if target is not None else abstract_mesh(request.mesh) if request.mesh else None
+        return given_factory(given, mesh, target)
 
     no_effect = {"sample_tokens": "the workload writes no text"}  # unless its code says how
     return Model(given.spec, asdict(given), factory, no_effect=no_effect, source_hash=lambda: source_hash(given.spec))

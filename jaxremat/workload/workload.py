@@ -314,7 +314,7 @@ def is_concrete(tree: Any) -> bool:
 
 
 def _reject(*table: tuple[Any, str, str, str]) -> None:
-    """Raises UsageError for the first row that holds, of what it got, what is allowed, and the next step."""
+    """Raises UsageError for the first row that holds: `(holds, got, allowed, next_step)`."""
     for holds, *error in table:
         if holds:
             raise _bad_workload(*error)
