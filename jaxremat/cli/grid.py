@@ -28,9 +28,7 @@ from jaxremat.session.request import Auto, Request, changed_fields, check_run, w
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
-from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
-from jaxremat.workload.source import source_hash as source_hash_of_user
 
 PACKAGE = Path(__file__).parent.parent
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
@@ -165,7 +163,7 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
     target = target_name(flags.target, on_mesh=flags.on_mesh)
     measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": ATTACHED.models()}
     return {
-        "model": asdict(model) | ({"source": source_hash_of_user(model.spec)} if isinstance(model, GivenModel) else {}),
+        "model": {**model.config, **({"source": model.source_hash()} if model.source_hash else {})},
         "train": asdict(request.train),
         "policy": policy,
         "batch": request.batches,

@@ -21,7 +21,6 @@ from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
 from jaxremat.cli.price_file import read_prices
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.session.flags import RecommendFlags, RunFlags
 from jaxremat.session.request import MESH_AUTO, requested_model
@@ -142,11 +141,15 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
 
 
 def _with_short_compiles(flags: RunFlags) -> RunFlags:
-    """The flags, for a decoder with a chunked loss and scanned layers unless others were given."""
-    if not isinstance(requested_model(flags).model, ModelConfig):
-        return flags
-    training = replace(flags.training, loss=flags.training.loss or "chunked")
-    fields = replace(flags.fields, scan_layers=True) if flags.fields.scan_layers is None else flags.fields
+    """The flags with a chunked loss and scanned layers, unless others were given.
+
+    They stay as they are for a model that has neither.
+    """
+    model, training, fields = requested_model(flags).model, flags.training, flags.fields
+    if "chunked" in model.losses and training.loss is None:
+        training = replace(training, loss="chunked")
+    if model.layouts and fields.scan_layers is None:
+        fields = replace(fields, scan_layers=True)
     return replace(flags, training=training, fields=fields)
 
 

@@ -36,15 +36,16 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     }[target.kind]
     losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
-    if request.model_line:
-        yield request.model_line
+    if request.model.line:
+        yield request.model.line
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
-    if target.lacks_bf16 and trials.factory.compute_dtype() == "bfloat16":
+    if target.lacks_bf16 and trials.workload_at(batch).compute_dtype == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
-        places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
+        nodes, processes = target.mesh_shape.nodes, target.num_processes
+        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     yield from trials.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
@@ -87,10 +88,6 @@ def _state_sentence(trials: "Trials", batch: int) -> str:
     )
 
 
-def _places_sentence(nodes: int, processes: int) -> str:
-    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
-
-
 def _model_sentence(trials: "Trials", batch: int | None) -> str:
     """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
     from jaxremat.step.step import state_and_argument_bytes
@@ -99,9 +96,8 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
     workload = trials.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
-    computed = trials.factory.compute_dtype()
     parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
-    return f"{parameters}, compute in {computed}" if computed else parameters
+    return f"{parameters}, compute in {workload.compute_dtype}" if workload.compute_dtype else parameters
 
 
 def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:
@@ -142,7 +138,7 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 def _inputs_sentence(trials: "Trials") -> str:
     """What the measured steps are run with, or why none is run.
 
-    Empty for the decoder, and for batches of the user's own.
+    Empty for batches of the workload's own.
     """
     from jaxremat.step.inputs import said_inputs
 

@@ -99,6 +99,15 @@ def load_plan(path: str) -> PlanFile:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no JSON ({error})"
         raise UsageError(f"plan {path!r} cannot be read: {reason}", next_step=_FRESH) from None
+    return plan_of(path, found)
+
+
+def plan_of(path: str, found: Any) -> PlanFile:
+    """The plan that is `found` in the file at `path`, as JSON has it.
+
+    Raises:
+        UsageError: it isn't a plan.
+    """
     try:
         proven = from_row(found)
         if not isinstance(proven, PlanRecord):

@@ -358,7 +358,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
-        if facts.remedies == "decoder flags"
+        if facts.remedies == "flags with loss"
         else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
         size if saved is None else saved,
         buffer.source,
