@@ -15,6 +15,7 @@ A command opens it from its flags:
     answer_policy(session, session.request.policies[0], Listener(record=print))   # one TrialRecord
 """
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxremat.config import Objective, TrainConfig, override
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, nearest, reject
 from jaxremat.policy.spec import Policy
 from jaxremat.session.distributed import least_of_all
 from jaxremat.session.fields import filled, flags_of
-from jaxremat.session.flags import RunFlags
+from jaxremat.session.flags import ModelFlags, RunFlags
 from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
@@ -106,6 +107,10 @@ class Session:
         given, factory = None, None
         if not named:
             name = getattr(model, "__name__", "workload")
+            of_presets = [*(f.name for f in dataclasses.fields(ModelFlags)), "seq_len", "loss", "data", "model_arg"]
+            unread = next((f"{option}={value!r}" for option, value in options.items() if option in of_presets), "")
+            reject((unread, f"Session got {unread} beside a workload of your own",
+                    "give it to your function, as functools.partial(workload, seq_len=64) does"))  # fmt: skip
             train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
             given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
             factory = _factory_of(model, name, flags.layers)
