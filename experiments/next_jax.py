@@ -32,6 +32,7 @@ POLICIES = ("none", "dots", "dots+attention", "nothing", "save:query_proj,mlpwi_
 #: What a newer jax breaks first: programs read as jaxprs and as XLA's text, and files of XLA's dump.
 TESTS = (
     "tests/test_jax_private.py",
+    "tests/test_xla_texts.py",
     "tests/test_autoname.py",
     "tests/test_with_policy.py",
     "tests/test_saved_and_recomputed.py",
