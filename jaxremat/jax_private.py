@@ -19,7 +19,7 @@ from jax.extend import source_info_util
 
 NameStack = source_info_util.NameStack
 
-#: The primitive of cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). Beside the output it
+#: The primitive of fused attention on GPUs (`jax.nn.dot_product_attention`). Beside the output it
 #: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
 #: output alone, the kernel would therefore run twice. Saving the results of the primitive prevents that.
 FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
@@ -153,7 +153,7 @@ def shard_map_devices(eqn: Any) -> int:
 
 
 def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str] | None:
-    """Of cuDNN attention: the scores' shape, the widths of a query and a value, and the mask. None of others.
+    """Of fused attention: the scores' shape, the widths of a query and a value, and the mask. None of others.
 
     The shape is "batch heads queries keys".
     """

@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units jax_private config mesh chips policy workload search planner step xla model trial answer training
+    errors system units jax_private mesh chips config policy workload search planner step xla model trial answer training
     report session cli
 """.split()  # noqa: SIM905
 
@@ -201,7 +201,7 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 #: What only some files do. A name that ends in `/` is a folder.
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
-    (lambda path: any("topologies" in name for name in imports(path)), "chips/target.py"),
+    (lambda path: any("topologies" in name for name in imports(path)), "chips/nvidia/topology.py"),
     (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
     # cli/machine/probe.py is a process of its own, whose output its parent reads.
@@ -232,6 +232,18 @@ def test_one_place_each():
     assert wrong == []
     does_jax = importing("jax", "flax")
     assert not [f for f in (PACKAGE / "report").glob("*.py") if does_jax(f)]
+
+
+#: Where a maker of GPUs, its libraries and its driver may be named.
+MAKERS_ROOMS = ("chips/", "cli/machine/", "cli/doctor.py", "cli/watch.py", "report/doctor.py")
+MAKERS_WORDS = re.compile("cuda|nvidia|cudnn|cublas|nvml|nccl|ptxas", re.IGNORECASE)
+
+
+def test_no_maker_of_chips_is_named():
+    """A chip is a value with functions, and nothing else asks which maker it is: not in code, and not in words."""
+    named = {name_of(file) for file in FILES if MAKERS_WORDS.search(file.read_text())}
+    assert {name for name in named if not name.startswith(MAKERS_ROOMS)} == set()
+    assert {"chips/nvidia/chip.py", "cli/machine/checks.py"} <= named
 
 
 def matches_on_classes(path: Path, names: set[str]) -> bool:

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig
-from jaxremat.model.decoder_workload import DecoderFactory, decoder_workload
+from jaxremat.model.decoder_workload import decoder_factory, decoder_workload
 from jaxremat.model.flops import forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
@@ -242,7 +242,7 @@ def test_a_compiled_program_with_xla_s_attention(h100):
 )
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
     """The decision replayed over one layer's graph, times the layers, against the traced step beyond what `none` runs."""
-    run = Trials(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
+    run = Trials(decoder_factory(GPT, "cudnn"), TRAIN, h100, 0)
     block, chosen = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
     fused = {v for op in block.problem.ops if op.together for v in op.outputs} if chosen.saves_attention else set()

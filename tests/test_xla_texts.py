@@ -1,8 +1,8 @@
 """The parsers of what XLA writes find all that they must in one small program, compiled for a GPU that isn't here.
 
-XLA promises nothing of these texts. XLA's protos have no schema in Python: jaxlib prints them as text, and the package xprof reads
-them in C++. So this is the first test to run with a newer jax: a text that changed fails here by the name of its parser, and not as
-a wrong number somewhere else.
+XLA promises nothing of these texts. Its protos have no schema in Python: jaxlib prints them as text, and the package xprof
+reads them in C++. So this is the first test to run with a newer jax: a text that changed fails here by the name of its parser,
+and not as a wrong number somewhere else.
 """
 
 from typing import Any

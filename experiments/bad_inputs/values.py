@@ -7,11 +7,11 @@ from pathlib import Path
 from experiments.bad_inputs.case import OK, USAGE, Case, kind
 from experiments.bad_inputs.contradictions import OWN
 from experiments.bad_inputs.flags import NO_NAMES
+from jaxremat.chips.catalog import PRESETS as XLA_PRESETS
 from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.mesh.axes import AXES
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, forms
-from jaxremat.xla.options import PRESETS as XLA_PRESETS
 
 #: Numbers of a size where a whole number from 1 up is needed.
 NO_COUNTS = ("0", "-1", "1.5", "1e3", "x", "", "٣", "½", "9" * 400, "0x8", "1_0", "+3", "8 8", "nan", "∞")

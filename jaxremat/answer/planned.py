@@ -8,7 +8,6 @@ from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
-from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
@@ -298,13 +297,3 @@ def _of_whole_steps(found: Plan | NoPlan, trials: Trials) -> Plan | NoPlan:
         more=tuple(replace(more, saved_s=more.saved_s * times) for more in found.more),
         tried=tried,
     )
-
-
-def plan_without_flops(trials: Trials, batch: int) -> Policy:
-    """The policy of fewest bytes that recomputes no matmul, attention or convolution of a layer.
-
-    Raises:
-        TargetError: the target's speed isn't known.
-        UsageError: no repeated layers were found in the workload.
-    """
-    return without_flops(as_one(estimate_workload(trials, speed_of(trials.target), batch)).layer)

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib import metadata
 
+from jaxremat.chips.catalog import is_gpu
+from jaxremat.chips.installed import PLUGINS
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
 
@@ -32,7 +34,7 @@ PASS, DISABLED = "dynamic-slice-annotator", "xla_disable_hlo_passes"
 #: XLA's own rematerialization pass, which jaxremat disables too.
 REMAT = "rematerialization"
 #: The packages that bring XLA, and the first version without the fault.
-_XLA_IN, _MENDED = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"), (0, 11, 1)
+_XLA_IN, _MENDED = ("jaxlib", *PLUGINS), (0, 11, 1)
 _is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
 
 
@@ -131,7 +133,7 @@ def traces_for_gpu() -> bool:
 
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = getattr(device, "platform", device) or jax.default_backend()
-    return platform in ("gpu", "cuda")
+    return is_gpu(platform)
 
 
 def _pass_is_disabled() -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
+from jaxremat.chips.catalog import ATTACHED, bundled_names, describe
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, grammar
 from jaxremat.report.table import list_table, number
@@ -87,11 +87,11 @@ def targets() -> Listing:
     titles = {"memory_bytes": "memory", "compute_capability": "cc", "peak_bf16_flops": "bf16 TFLOP/s"}
     nothing = dict.fromkeys(titles)
     rows: list[dict[str, Any]] = [
-        {"target": "gpu", "device": "the attached NVIDIA GPU", **nothing},
+        {"target": "gpu", "device": f"the attached {ATTACHED.title}", **nothing},
         {"target": "cpu", "device": "this machine's CPU (memory not a GPU's)", **nothing},
     ]
     for name in bundled_names():
-        _, gpu = load_gpu(name)
+        _, gpu = describe(name)
         numbers = (gpu.device_memory_size, ".".join(map(str, gpu.compute_capability)), gpu.peak_bf16_flops)
         rows.append({"target": name, "device": gpu.description, **dict(zip(titles, numbers, strict=True))})
     shows = {"memory_bytes": gib, "peak_bf16_flops": lambda flops: number(flops, unit=1e12)}

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
+from jaxremat.chips.catalog import PRESETS
 from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
@@ -21,7 +22,6 @@ from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.session.fields import converted, whole_numbers
 from jaxremat.units import parse_bytes
-from jaxremat.xla.options import PRESETS
 
 Words = tuple[str, ...]
 #: The preset that is taken where neither --model nor --hf is given.
@@ -183,7 +183,7 @@ class ProcessFlags:
 class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     """Which rematerialization policy, which batch, how fast.
 
-    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached GPU, or for a
     GPU that isn't in this machine.
     """
 

@@ -25,7 +25,6 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     is written for.
     """
     from jaxremat.policy.offload import PASS, flag_line, has_fault
-    from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
     target, num_layers = trials.target, trials.factory.num_layers()
@@ -37,15 +36,16 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     }[target.kind]
     losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
-    if request.model_line:
-        yield request.model_line
+    if request.model.line:
+        yield request.model.line
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
-    if target.is_before_ampere and trials.factory.compute_dtype() == "bfloat16":
+    if target.lacks_bf16 and trials.workload_at(batch).compute_dtype == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
-        places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
+        nodes, processes = target.mesh_shape.nodes, target.num_processes
+        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     yield from trials.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
@@ -54,7 +54,8 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield f"state     {_state_sentence(trials, batch or 1)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
-        yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
+        outside, needed = target.chip.outside, target.chip.outside_needed
+        yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"
     policies = [
         requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
         for requested in request.policies
@@ -64,7 +65,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         if num_layers and (said := policy.describe(num_layers)):
             yield f"policy    {policy}: {said}"
     offloads = any(policy.offloads for policy in policies)
-    if target.platform == "cuda" and trials.factory.layout() != "unrolled" and has_fault() and offloads:
+    if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and offloads:
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"
     if trials.factory.facts(trials.train).attention == "xla" and any(policy.saves_attention for policy in policies):
@@ -87,10 +88,6 @@ def _state_sentence(trials: "Trials", batch: int) -> str:
     )
 
 
-def _places_sentence(nodes: int, processes: int) -> str:
-    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
-
-
 def _model_sentence(trials: "Trials", batch: int | None) -> str:
     """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
     from jaxremat.step.step import state_and_argument_bytes
@@ -99,9 +96,8 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
     workload = trials.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
-    computed = trials.factory.compute_dtype()
     parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
-    return f"{parameters}, compute in {computed}" if computed else parameters
+    return f"{parameters}, compute in {workload.compute_dtype}" if workload.compute_dtype else parameters
 
 
 def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:
@@ -142,7 +138,7 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 def _inputs_sentence(trials: "Trials") -> str:
     """What the measured steps are run with, or why none is run.
 
-    Empty for the decoder, and for batches of the user's own.
+    Empty for batches of the workload's own.
     """
     from jaxremat.step.inputs import said_inputs
 

@@ -34,15 +34,15 @@ from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
-from jaxremat.session.workloads import factory_for, fitted
+from jaxremat.session.workloads import fitted
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
@@ -106,7 +106,8 @@ class Session:
         given, factory = None, None
         if not named:
             name = getattr(model, "__name__", "workload")
-            given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
+            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
             factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, given)
         if request.meshes:
@@ -124,7 +125,7 @@ class Session:
         request: Request[Any],
         target: "Target",
         *,
-        attention: "AttentionChoice | None" = None,
+        attention: str | None = None,
         factory: "WorkloadFactory | None" = None,
     ) -> "Session":
         """The session of a request that a command has checked.
@@ -132,7 +133,7 @@ class Session:
         Args:
             request: what the flags request.
             target: the device that the steps are compiled for.
-            attention: the attention, if it was chosen before. Choosing it takes a compile.
+            attention: the attention, such as `xla`, if it was chosen before. Choosing it takes a compile.
             factory: the factory of the workload, if it was made before.
 
         Raises:
@@ -141,17 +142,17 @@ class Session:
         from jaxremat.chips.target import in_pool
         from jaxremat.trial.trials import Trials
 
-        flags, train = request.flags, request.train
+        flags = request.flags
         if flags.xla_remat:
             target = in_pool(target, _budget(request, target)[0].pool_bytes)
-        factory = factory or factory_for(request, target, attention)
-        workload = factory.at(None, train)
+        factory = factory or request.model.factory(request, target, attention)
+        workload = factory.at(None, request.train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
         trials = Trials(
             factory,
-            train,
+            request.train,
             target,
             budget.num_bytes,
             global_batch=flags.global_batch and flags.global_batch // target.mesh_shape.num_members,
@@ -341,22 +342,17 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
     return filled(RunFlags, values)
 
 
-def _train_of(flags: RunFlags) -> TrainConfig:
-    """The settings of the training step around a workload of the user's own."""
-    return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
-
-
 def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFactory":
     """The factory of a workload, or of a function that returns one.
 
     Raises:
         UsageError: it is neither.
     """
-    from jaxremat.workload.factory import GivenFactory
+    from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
     if isinstance(model, Workload):
-        return GivenFactory(name, lambda batch: model, layers=layers)
+        return WorkloadFactory(name, lambda batch: model, layers=layers)
     if not callable(model):
         raise UsageError(
             f"Session got {type(model).__name__} {model!r} as its model",
@@ -365,6 +361,6 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
         )
     make: Any = model
     has_batch = "batch" in inspect.signature(model).parameters
-    return GivenFactory(
+    return WorkloadFactory(
         name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
@@ -95,7 +96,7 @@ def lint(
 
     Raises:
         CompileError: XLA rejected the program, or wrote no files about its buffers.
-        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        MissingDependencyError: a library of the chip's maker couldn't be loaded.
         UnknownNameError: no value of a workload's layers carries a name in `policy`.
         UnknownPolicyError: `policy` doesn't parse.
         UsageError: a function without `args`, or a workload with them; or no layers were found for `policy`.
@@ -165,7 +166,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not 0 < backward < forward or not saves_something or saver is None:
         return
-    spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)
+    spent = _flops(facts.module, lambda i: call_kind(i.custom_call_target) == "attention")
     again = spent * (forward - backward) // forward
     share = 100 * again / flops.total
     yield Finding(
@@ -357,7 +358,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
-        if facts.remedies == "decoder flags"
+        if facts.remedies == "flags with loss"
         else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
         size if saved is None else saved,
         buffer.source,
