@@ -47,9 +47,10 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     own, flags, total = workload.num_samples or 1, request.flags, request.flags.global_batch or 0
     others = [batch for batch in request.batches if batch != own]
     has, free = f"and {factory.name} has the one batch {own}", "make the batch free: def workload(batch: int = 8)"
+    num_devices = request.mesh.num_devices if request.mesh else 1
     uneven = "" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"
     reject(
-        (request.mesh and workload.step is None, f"a mesh was requested, {has}", free,
+        (request.mesh and workload.step is None, f"a mesh of {num_devices} devices was requested, {has}", free,
          "each device has samples of its own, so that the batch of the step depends on the mesh"),
         (isinstance(flags, RunFlags) and flags.objective == "batch", f"--objective batch looks for the batch, {has}",
          f"--objective time, or {free}"),
