@@ -48,11 +48,13 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.mesh:
         places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
+    if target.mesh_shape.is_own:
+        yield _batch_sentence(trials, batch)
     yield from trials.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
         yield f"data      {said}"
     if target.mesh:
-        yield f"state     {_state_sentence(trials, batch or 1)}"
+        yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
         yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
@@ -71,7 +73,18 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
-def _state_sentence(trials: "Trials", batch: int) -> str:
+def _batch_sentence(trials: "Trials", batch: int | None) -> str:
+    """What a batch is on a mesh that the workload has brought, such as `batch     what ... takes: 2 is 16 samples on all 8 devices`."""
+    name, workload = trials.factory.name, trials.workload_at(batch)
+    if not trials.factory.has_free_batch:
+        return f"batch     the one that {name} has, on all devices"
+    if workload.step is not None or not (samples := workload.leading_samples):
+        return f"batch     what {name} makes of its keyword batch"
+    batch = batch or workload.num_samples
+    return f"batch     what {name} makes of its keyword batch: {batch} is {samples} samples on all devices"
+
+
+def _state_sentence(trials: "Trials", batch: int | None) -> str:
     """How much of the state each device of a mesh has.
 
     Such as `89.75 GiB in all; each device has 11.22 GiB of parts, ...`.

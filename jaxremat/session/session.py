@@ -15,6 +15,7 @@ A command opens it from its flags:
     answer_policy(session, session.request.policies[0], Listener(record=print))   # one TrialRecord
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -61,7 +62,8 @@ class Session:
 
     Args:
         model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, a
-            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`.
+            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword `devices` it makes a
+            mesh of its own over `devices=8`.
         target: as for `--target`, such as `h100-80gb`. None takes the attached GPU, or else `h100-80gb`.
         mesh: several devices, such as `fsdp=8`. None for one device.
         budget: bytes that a step may use, as a number or as text such as `40GiB`. None takes what the allocator has.
@@ -104,10 +106,9 @@ class Session:
         bytes_of = None if budget is None else parse_bytes(str(budget))
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
         given, factory = None, None
+        name = getattr(model, "__name__", "workload")
         if not named:
-            name = getattr(model, "__name__", "workload")
             given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
-            factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, given)
         if request.meshes:
             raise UsageError(
@@ -115,7 +116,10 @@ class Session:
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        opened = Session.of(request, load_target(target, request.mesh), factory=factory)
+        on = _in_job(request, load_target(target, request.mesh))
+        if not named:
+            factory = _factory_of(model, name, flags.layers, on)
+        opened = Session.of(request, on, factory=factory)
         vars(self).update(vars(opened), _given=given)
 
     @classmethod
@@ -139,13 +143,13 @@ class Session:
             UsageError: the request isn't valid for this model or target.
         """
         from jaxremat.trial.trials import Trials
-        from jaxremat.xla.target import in_pool
+        from jaxremat.xla.own_mesh import on_mesh_of
 
         flags, train = request.flags, request.train
-        if flags.xla_remat:
-            target = in_pool(target, _budget(request, target)[0].pool_bytes)
+        target = _in_job(request, target)
         factory = factory or factory_for(request, target, attention)
         workload = factory.at(None, train)
+        target = on_mesh_of(workload, target, train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
@@ -283,6 +287,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def _in_job(request: Request[Any], target: "Target") -> "Target":
+    """The target as XLA has it in the job, for --xla-remat."""
+    from jaxremat.xla.target import in_pool
+
+    return in_pool(target, _budget(request, target)[0].pool_bytes) if request.flags.xla_remat else target
+
+
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     """The budget of the request on `target`, and a warning.
 
@@ -346,7 +357,7 @@ def _train_of(flags: RunFlags) -> TrainConfig:
     return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
 
 
-def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFactory":
+def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target") -> "WorkloadFactory":
     """The factory of a workload, or of a function that returns one.
 
     Raises:
@@ -363,8 +374,15 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
             allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
             next_step="Session('gpt2'), or Session(jaxremat.Workload(loss=..., params=..., batch=...))",
         )
-    make: Any = model
-    has_batch = "batch" in inspect.signature(model).parameters
+    from jaxremat.workload.load import takes_devices_of
+
+    signature = inspect.signature(model)
+    takes_devices, batch = takes_devices_of(signature), signature.parameters.get("batch")
+    make: Any = functools.partial(model, devices=target.devices) if takes_devices else model
     return GivenFactory(
-        name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
+        name,
+        lambda size: make() if batch is None or size is None else make(batch=size),
+        batch is not None,
+        layers,
+        default_batch=batch.default if batch and type(batch.default) is int else None,
     )

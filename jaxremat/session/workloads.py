@@ -12,7 +12,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import Frontier, Request, RequestedPolicy
+from jaxremat.session.request import Frontier, Request, RequestedPolicy, uneven_groups
 
 if TYPE_CHECKING:
     from jaxremat.model.attention import AttentionChoice
@@ -41,7 +41,7 @@ def factory_for(request: Request[Any], target: "Target", attention: "AttentionCh
     if not isinstance(request.model, ModelConfig):
         from jaxremat.workload.factory import given_factory
 
-        return given_factory(request.model, target.mesh, target)
+        return given_factory(request.model, target.mesh, target, lambda: target.devices)
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.data import check_text, load_text
     from jaxremat.model.decoder_workload import DecoderFactory
@@ -62,7 +62,10 @@ def named_factory(request: Request[Any]) -> "WorkloadFactory":
         from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
 
-        return given_factory(request.model, abstract_mesh(request.mesh) if request.mesh else None)
+        from jaxremat.xla.target import load_target
+
+        mesh = abstract_mesh(request.mesh) if request.mesh else None
+        return given_factory(request.model, mesh, devices=lambda: load_target(request.flags.target, request.mesh).devices)
     from jaxremat.model.decoder_workload import DecoderFactory
 
     return DecoderFactory(request.model, "xla")
@@ -76,8 +79,8 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     Raises:
         UsageError: something was requested that this workload can't do.
     """
+    _check_mesh(request, factory, workload)
     if workload.step is not None:
-        _check_mesh_of_step(request, factory, workload)
         request = _for_whole_step(request, factory, workload)
     elif workload.loss_under is None:
         _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
@@ -86,7 +89,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     if factory.has_free_batch:
         return request
     own = workload.num_samples or 1
-    if request.mesh and workload.step is None:
+    if request.mesh and workload.step is None and workload.mesh is None:
         raise UsageError(
             f"a mesh of {request.mesh.num_devices} devices was requested, and {factory.name} has the one batch {own}",
             cause="each device has samples of its own, so that the batch of the step depends on the mesh",
@@ -113,10 +116,26 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     return replace(request, batches=(own,))
 
 
-def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if arguments of the step don't say how they lie on the requested mesh."""
+def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
+    """Raises UsageError if the requested mesh and the workload's own are two.
+
+    And if arguments of a whole step don't say how they lie on the requested mesh.
+    """
     import jax
 
+    if workload.mesh is not None:
+        if request.flags.mesh is not None:
+            raise UsageError(
+                f"--mesh {request.flags.mesh} was given, and {factory.name} brings its own mesh",
+                cause="its function takes the keyword devices, or makes a mesh",
+                next_step="--devices N in place of --mesh",
+            )
+        return
+    groups, total = request.mesh.num_members if request.mesh else 1, request.flags.global_batch
+    if total is not None and total % groups:
+        raise uneven_groups(total, request.mesh)
+    if workload.step is None:
+        return
     leaves = jax.tree.leaves(workload.abstract_args)
     if request.mesh and not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves):
         raise UsageError(

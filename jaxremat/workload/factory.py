@@ -9,8 +9,10 @@ Commands, records and the planner know a workload only through its factory.
 import abc
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -18,13 +20,14 @@ import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.mesh.sharding import AnyMesh, tracing_for, tracing_on
+from jaxremat.mesh.sharding import AnyMesh, axes_in, tracing_for, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.samples import Growth, growth
+from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
 
@@ -58,6 +61,11 @@ class WorkloadFactory(abc.ABC):
 
         If not, it has the one batch that it was written for.
         """
+
+    @property
+    def batch_unit(self) -> int:
+        """The workload can be made at the multiples of this batch."""
+        return 1
 
     @abc.abstractmethod
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
@@ -181,6 +189,17 @@ class GivenFactory(WorkloadFactory):
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
         return self._made(batch)
 
+    @functools.cached_property
+    def batch_unit(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The smallest batch that the axes of the workload's own mesh divide, seen at the batch that it is written for."""
+        default = self.default_batch
+        if default is None or not self.has_free_batch or self._made(None).mesh is None:
+            return 1
+        made = self._made(default)  # which compares it with another batch
+        leaves, dims = jax.tree.leaves(_what_grows(made)), self._growth[0].dims
+        units = [unit for leaf, of in zip(leaves, dims, strict=True) for unit in _units(leaf, of)]
+        return math.lcm(*units)
+
     def on(self, mesh: AnyMesh | None) -> Self:
         return replace(self, mesh=mesh)
 
@@ -200,12 +219,17 @@ class GivenFactory(WorkloadFactory):
 
     def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> Sequence[NamedValue]:
         found = self.layers_at(batch if self.has_free_batch else None, train)
+        with self._tracing(self._made(None).mesh):
+            return self._values(found)
+
+    def _values(self, found: FoundLayers | None) -> Sequence[NamedValue]:
         return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
 
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         workload = self._made(None)
         if workload.loss is not None:
-            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+            with self._tracing(workload.mesh):
+                jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
         return policy
 
     @functools.cached_property
@@ -220,7 +244,8 @@ class GivenFactory(WorkloadFactory):
         workload = self._made(batch)
         if workload.loss is None:
             return None
-        return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+        with self._tracing(workload.mesh):
+            return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
     def _made(self, batch: int | None) -> Workload:
         """The workload at a batch.
@@ -233,8 +258,8 @@ class GivenFactory(WorkloadFactory):
         if batch not in self._made_before:
             with self._tracing():
                 made = self.make(batch)
-            if self.mesh is not None or self.target is not None:
-                made = with_functions(made, lambda function, part: self._tracing()(function))
+            if made.mesh is not None or self.mesh is not None or self.target is not None:
+                made = with_functions(made, lambda function, part: self._traced(function, made.mesh))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
             if self.has_free_batch:
@@ -245,10 +270,16 @@ class GivenFactory(WorkloadFactory):
         return self._made_before[batch]
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """A context, and a decorator of functions, in which the workload's functions are traced."""
-        with tracing_for(self.target), tracing_on(self.mesh):
+    def _tracing(self, own: AnyMesh | None = None) -> Iterator[None]:
+        """A context, and a decorator of functions, in which the workload's functions are traced.
+
+        `own` is a mesh that the workload has brought.
+        """
+        with tracing_for(self.target), tracing_on(own or self.mesh, is_own=own is not None):
             yield
+
+    def _traced(self, function: Callable[..., Any], own: AnyMesh | None) -> Callable[..., Any]:
+        return with_trace(self._tracing(own)(function), function, lambda trace: self._tracing(own)(trace))
 
     def _counted(self, made: Workload, batch: int | None) -> Workload:
         """The workload with its samples.
@@ -291,18 +322,37 @@ class GivenFactory(WorkloadFactory):
         return []
 
 
+def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int]:
+    """For each axis of an array on a mesh that grows with the batch, the batch whose multiples the mesh divides.
+
+    Args:
+        leaf: the array's shape and sharding.
+        dims: for each axis, its size at batch 0 and the rows that a sample adds.
+    """
+    for (base, rate), divided in zip(dims, leaf.sharding.spec, strict=False):
+        parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes_in([divided]))
+        if rate and base == 0:
+            yield (Fraction(parts) / rate).numerator
+
+
 def _what_grows(workload: Workload) -> Any:
     """The shapes of what grows with the batch: the batch of a loss, or the arguments of a step."""
     return workload.abstract_args if workload.loss is None else workload.abstract_batch
 
 
-def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = None) -> GivenFactory:
+def given_factory(
+    given: GivenModel,
+    mesh: AnyMesh | None = None,
+    target: Any = None,
+    devices: Callable[[], Sequence[Any]] = lambda: (),
+) -> GivenFactory:
     """The factory of what --model names. The user's code is imported here.
 
     Args:
         given: what --model names.
         mesh: the devices. None for one device.
         target: the `Target` that it is compiled for. None where it isn't known.
+        devices: the devices for a function with the keyword `devices`, which makes a mesh of its own.
 
     Raises:
         UsageError: there is no such code, or it can't make a workload.
@@ -311,7 +361,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
     from jaxremat.workload.load import load_factory
 
     with tracing_for(target), tracing_on(mesh):
-        made = load_factory(given.spec, given.words, given.seq_len)
+        made = load_factory(given.spec, given.words, given.seq_len, devices)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
                 f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",
@@ -327,7 +377,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
         given.layers,
         given.seq_len,
         requested,
-        mesh,
+        None if made.takes_devices else mesh,
         target,
         default_batch=made.default_batch,
     )

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -62,6 +62,7 @@ class Factory:
             --model-arg doesn't give it.
         default_batch: the default of that keyword. None where the batch isn't free or the keyword has no number as default.
         arguments: the function's keywords that --model-arg gives.
+        takes_devices: whether it makes a mesh of its own: it comes from a function with a keyword `devices`.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Factory:
     default_batch: int | None
     arguments: Mapping[str, Any]
     _made_from: "Any | Workload" = field(repr=False)
+    _devices: Callable[[], Sequence[Any]] = field(default=lambda: (), repr=False)
+    takes_devices: bool = False
     _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
 
     def __call__(self, batch: int | None = None) -> "Workload":
@@ -109,21 +112,31 @@ class Factory:
             found = self._made_from
             if not isinstance(found, Workload):
                 arguments = {**self.arguments, **({} if batch is None else {"batch": batch})}
+                devices = [*self._devices()] if self.takes_devices else []
+                arguments |= {"devices": devices} if self.takes_devices else {}
                 with user_code(f"the call of {self.name}"):
                     found = found(**arguments)
             if not isinstance(found, Workload):
                 raise _wrong_return(self.name, found)
+            if self.takes_devices and len(devices) > 1 and found.mesh is None:
+                raise UsageError(
+                    f"{self.name} took {len(devices)} devices and returned a workload without a mesh",
+                    next_step="return jaxremat.Workload(..., mesh=mesh), or take no keyword devices and have --mesh make a mesh",
+                )
             self._made[batch] = _in_user_code(found, self.name)
         return self._made[batch]
 
 
-def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = None) -> Factory:
+def load_factory(
+    text: str, words: Sequence[str] = (), seq_len: int | None = None, devices: Callable[[], Sequence[Any]] = lambda: ()
+) -> Factory:
     """Imports the user's code that --model names, and checks that it makes a workload.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
         seq_len: what --seq-len gave, for the function's keyword `seq_len`. None if the flag wasn't given.
+        devices: the target's devices, for the function's keyword `devices`.
 
     Raises:
         UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
@@ -143,9 +156,17 @@ def load_factory(text: str, words: Sequence[str] = (), seq_len: int | None = Non
                 next_step="leave --model-arg out, or name a function that returns a Workload",
             )
         return Factory(source.name, False, None, {}, found)
-    batch = _check_arguments(_signature(found, source), arguments, source)
+    signature = _signature(found, source)
+    batch = _check_arguments(signature, arguments, source)
     default = batch.default if batch and type(batch.default) is int else None
-    return Factory(source.name, batch is not None, default, arguments, found)
+    takes_devices = "devices" not in arguments and takes_devices_of(signature)
+    return Factory(source.name, batch is not None, default, arguments, found, devices, takes_devices)
+
+
+def takes_devices_of(signature: inspect.Signature) -> bool:
+    """Whether a function takes the target's devices: by a keyword `devices` whose default isn't a value of another kind."""
+    parameter = signature.parameters.get("devices")
+    return parameter is not None and parameter.kind in _BY_NAME and parameter.default in (_NOT_GIVEN, None)
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -340,7 +361,7 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
     needed = [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in arguments and name != "batch"
+        if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in (*arguments, "batch", "devices")
     ]
     if needed:
         raise UsageError(

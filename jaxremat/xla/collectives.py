@@ -65,12 +65,18 @@ class Links:
         devices_of_node: Devices of one node.
         node_bytes_per_s: Bytes that a device sends to others of its node in a second.
         network_bytes_per_s: Bytes that a device sends to other nodes in a second. None if that isn't known.
+        order: For each device in the order of the program's, its number. Empty where both are the same.
     """
 
     num_devices: int
     devices_of_node: int
     node_bytes_per_s: float
     network_bytes_per_s: float | None
+    order: tuple[int, ...] = ()
+
+    def node_of(self, device: int) -> int:
+        """The node of a device of the program."""
+        return (self.order[device] if self.order else device) // self.devices_of_node
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def _share_sent(kind: CollectiveKind, size: int) -> float:
 
 
 def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> float:
-    of_nodes = Counter(device // links.devices_of_node for device in group)
+    of_nodes = Counter(map(links.node_of, group))
     size, num_nodes, least = len(group), len(of_nodes), min(of_nodes.values())
     if size == 1:
         return 0.0

@@ -27,8 +27,8 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.errors import CompileError, JaxrematError
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
+from jaxremat.mesh.sharding import batch_shardings, given_sharding, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.system.files import named_by, write_whole
@@ -73,7 +73,7 @@ class Compilation:
     compiled: Any = None
     jaxpr: Any = None
     dump: Dump | None = None
-    mesh: MeshShape = ONE_DEVICE
+    mesh: MeshAxes = ONE_DEVICE
     disabled_pass: str | None = None
 
     @functools.cached_property
@@ -161,7 +161,12 @@ def lower_and_compile(
     compile_with: Callable[[dict[str, Any]], tuple[XlaResult, Any]] | None = None
     all_options: dict[str, Any] = {}
     try:
-        with in_xla(), tracing_for(target), tracing_on(target.mesh), compiled_without_pass():
+        with (
+            in_xla(),
+            tracing_for(target),
+            tracing_on(target.mesh, is_own=target.mesh_shape.is_own),
+            compiled_without_pass(),
+        ):
             traced = jitted.trace(*structs)
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
         _check_sizes(traced.jaxpr, target)
@@ -331,7 +336,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
     None lets XLA choose.
     """
     mesh = target.mesh
-    if mesh is None or all(given_spec(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
+    if mesh is None or all(given_sharding(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
         return jax.tree.map(lambda _: target.sharding, args), target.sharding
     return batch_shardings(mesh, args, [None] * len(jax.tree.leaves(args))), None
 

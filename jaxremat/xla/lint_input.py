@@ -8,7 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.spec import Policy
 from jaxremat.units import gib
@@ -64,7 +64,7 @@ class LintInput:
     remedies: Remedies = "code"
     chunked_bytes: int | None = None
     jaxpr: Any = None
-    mesh: MeshShape = ONE_DEVICE
+    mesh: MeshAxes = ONE_DEVICE
     arguments: tuple[LeafOnMesh, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     frames: Frames = Frames({}, {})

@@ -10,14 +10,14 @@ API who hasn't set it gets an error that says so.
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 from jax.experimental import topologies
 
 from jaxremat.errors import TargetError
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
 from jaxremat.search.budget import MEM_FRACTION
 from jaxremat.xla.calibration import load_calibration
@@ -57,7 +57,7 @@ class Target:
     compute_capability: tuple[int, int] | None
     speed: DeviceSpeed | None
     mesh: jax.sharding.Mesh | None = None
-    mesh_shape: MeshShape = ONE_DEVICE
+    mesh_shape: MeshAxes = ONE_DEVICE
     text: str = ""
     pool_bytes: int | None = None
 
@@ -73,6 +73,11 @@ class Target:
     def sharding(self) -> jax.sharding.Sharding:
         """The sharding that puts every array whole on the one device, or on each of several."""
         return jax.sharding.SingleDeviceSharding(self.device) if self.mesh is None else replicated(self.mesh)
+
+    @property
+    def devices(self) -> list[Any]:
+        """All devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def local_devices(self) -> list[Any]:
@@ -92,7 +97,7 @@ class Target:
         Empty for one device.
         """
         several = {"num_processes": self.num_processes} if self.num_processes > 1 else {}
-        return {"mesh": asdict(self.mesh_shape), **several} if self.mesh else {}
+        return {"mesh": self.mesh_shape.as_data(), **several} if self.mesh else {}
 
     @property
     def platform(self) -> Literal["cuda", "cpu"]:
@@ -234,16 +239,18 @@ def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
     References:
         XLA, `GetSchedulerMemoryLimit` in `xla/service/gpu/gpu_hlo_schedule.cc`.
     """
-    if target.kind != "deviceless" or target.memory_bytes is None or (pool_bytes is None and target.pool_bytes is not None):
+    has_pool = target.pool_bytes is not None and pool_bytes in (None, target.pool_bytes)
+    if target.kind != "deviceless" or target.memory_bytes is None or has_pool:
         return target
     pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
     text = re.sub(r"(device_memory_size\s*:\s*)\d+", rf"\g<1>{math.ceil(pool_bytes / 0.8)}", target.text)
-    devices = _described_devices(target.name, text, target.mesh_shape)
-    mesh = make_mesh(devices, target.mesh_shape) if target.mesh else None
+    devices, shape = _described_devices(target.name, text, target.mesh_shape), target.mesh_shape
+    assert isinstance(shape, MeshShape), "a workload makes its mesh of the devices of the pool"
+    mesh = make_mesh(devices, shape) if target.mesh else None
     return replace(target, device=devices[0], mesh=mesh, text=text, pool_bytes=pool_bytes)
 
 
-def _described_devices(name: str, text: str, shape: MeshShape) -> Any:
+def _described_devices(name: str, text: str, shape: MeshAxes) -> Any:
     """JAX's devices for GPUs that aren't here, of a description.
 
     Raises:
