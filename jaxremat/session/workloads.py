@@ -61,7 +61,6 @@ def named_factory(request: Request[Any]) -> "WorkloadFactory":
     if not isinstance(request.model, ModelConfig):
         from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
-
         from jaxremat.xla.target import load_target
 
         mesh = abstract_mesh(request.mesh) if request.mesh else None

@@ -173,7 +173,9 @@ class Trials:
         """
         workload = self.workload_of(batch)
         if workload.step is None:
-            return workload.num_samples if workload.mesh is None else workload.leading_samples or batch
+            return self.factory.rows_at(batch) or workload.num_samples
+        if self.factory.has_free_batch and (rows := self.factory.rows_at(batch)):
+            return rows
         return batch * self.num_members if self.factory.has_free_batch else None
 
     def global_batch_at(self, batch: int) -> int:

@@ -213,7 +213,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
     Nothing public shows them, and JAX takes no inner function's.
     """
     try:
-        jax.make_jaxpr(jitted)(*structs)
+        jax.make_jaxpr(lambda *args: jitted(*args))(*structs)
     except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
         return True
     return False
