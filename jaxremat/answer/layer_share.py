@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Collective, collective_seconds
 from jaxremat.xla.flops import equation_flops
 
