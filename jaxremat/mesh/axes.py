@@ -102,7 +102,7 @@ class MeshAxes(abc.ABC):
 
     def _place(self, device: int) -> dict[str, int]:
         place = {}
-        for axis, size in reversed(self.sizes.items()):
+        for axis, size in reversed([*self.sizes.items()]):
             device, place[axis] = divmod(device, size)
         return place
 

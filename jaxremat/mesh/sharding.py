@@ -19,7 +19,6 @@ References:
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,19 +93,14 @@ def tracing_on(mesh: AnyMesh | None, *, is_own: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _set_mesh(mesh: AnyMesh) -> Iterator[None]:
-    """A context as a program has it under `jax.set_mesh(mesh)`, and under `with mesh:`, which older code reads.
+    """A context as a program has it under `jax.set_mesh(mesh)`.
 
-    JAX doesn't allow either while it traces. The mesh's axes alone are then set.
+    JAX doesn't allow that while it traces. The mesh's axes alone are then set.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            if isinstance(mesh, Mesh):
+        if isinstance(mesh, Mesh):
+            with contextlib.suppress(ValueError):
                 stack.enter_context(jax.set_mesh(mesh))
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    stack.enter_context(mesh)
-        except ValueError:
-            pass
         stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         yield
 
