@@ -1,12 +1,10 @@
 """Workloads that bring a mesh of their own: any axes, their own shardings, over the devices of the target."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,19 +25,9 @@ from jaxremat.trial.findings import findings
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.own_mesh import on_mesh_of
+from tests.own_mesh_parts import SMALL, example
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "own_mesh.py"
-SMALL: dict[str, Any] = {"width": 256, "num_layers": 3, "seq_len": 128}
 TRAIN = TrainConfig()
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("own_mesh", EXAMPLE)
-    assert spec
-    assert spec.loader
-    module = sys.modules["own_mesh"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def struct(mesh: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
@@ -201,7 +189,7 @@ from jaxremat.session.session import Session
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
-from tests.test_own_mesh import SMALL, example
+from tests.own_mesh_parts import SMALL, example
 module = example()
 trials = Session(lambda batch=2, devices=None: module.workload(batch, devices, **SMALL), target="cpu", devices=8).trials
 workload = trials.workload_of(2)

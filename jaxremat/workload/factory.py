@@ -68,7 +68,10 @@ class WorkloadFactory(abc.ABC):
         return 1
 
     def rows_at(self, batch: int) -> int | None:
-        """The samples at a batch on a mesh that the workload has brought. None where nobody can count them."""
+        """The samples at a batch on the workload's own mesh.
+
+        None where nobody can count them.
+        """
         return None
 
     @abc.abstractmethod
@@ -195,7 +198,7 @@ class GivenFactory(WorkloadFactory):
 
     @functools.cached_property
     def batch_unit(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The smallest batch that the axes of the workload's own mesh divide, seen at the batch that it is written for."""
+        """The smallest batch that the axes of the workload's own mesh divide."""
         default = self.default_batch
         if default is None or not self.has_free_batch or self._made(None).mesh is None:
             return 1
@@ -336,7 +339,7 @@ class GivenFactory(WorkloadFactory):
 
 
 def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int]:
-    """For each axis of an array on a mesh that grows with the batch, the batch whose multiples the mesh divides.
+    """The batches whose multiples the mesh divides, for each axis of an array that grows.
 
     Args:
         leaf: the array's shape and sharding.

@@ -167,7 +167,10 @@ def load_factory(
 
 
 def takes_devices_of(signature: inspect.Signature) -> bool:
-    """Whether a function takes the target's devices: by a keyword `devices` whose default isn't a value of another kind."""
+    """Whether a function takes the target's devices.
+
+    It has a keyword `devices` then, whose default isn't a value of another kind.
+    """
     parameter = signature.parameters.get("devices")
     return parameter is not None and parameter.kind in _BY_NAME and parameter.default in (_NOT_GIVEN, None)
 

@@ -88,7 +88,10 @@ def without_constraints(function: Callable[..., Any], traced: Any, dropped: Coll
 
 
 def _without(value: Any, dropped: Collection[int]) -> Any:
-    """A jaxpr, or a parameter of an equation, without the equations of these ids, whose results are their operands."""
+    """A jaxpr, or a parameter of an equation, without the equations of these ids.
+
+    What reads their results reads their operands.
+    """
     if isinstance(value, core.ClosedJaxpr):
         return core.ClosedJaxpr(_without(value.jaxpr, dropped), value.consts)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
