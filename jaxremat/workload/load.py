@@ -74,7 +74,7 @@ class Factory:
 
     @property
     def takes_devices(self) -> bool:
-        """Whether it makes a mesh of its own: it comes from a function with a keyword `devices`, and gets them."""
+        """Whether it gets the target's devices, to make a mesh of its own."""
         return self._devices is not None
 
     def __call__(self, batch: int | None = None) -> "Workload":
