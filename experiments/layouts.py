@@ -44,7 +44,7 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
     """The training step of each model under each policy, in both layouts."""
     from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
-    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.model.decoder_workload import decoder_factory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
 
@@ -52,7 +52,7 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
     for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
         train, config = TrainConfig(seq_len=seq_len), preset(name).config
         chosen = choose_attention(config, seq_len, target)
-        trials = Trials(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, 2**62)
+        trials = Trials(decoder_factory(config, chosen.implementation, chosen.reason), train, target, 2**62)
         for policy in map(parse, flags.policies):
             for layout in get_args(Layout):
                 row = trials.with_layout(layout).record(policy, batch)

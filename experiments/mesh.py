@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment
+from jaxremat.chips.catalog import PRESETS
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
-from jaxremat.xla.options import PRESETS
 
 if TYPE_CHECKING:
     from jaxremat.trial.record import TrialRecord
@@ -101,13 +101,13 @@ def trial_on(
     from jaxremat.chips.target import load_target
     from jaxremat.mesh.axes import parse_mesh
     from jaxremat.model.attention import choose_attention
-    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.model.decoder_workload import decoder_factory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
 
     gpus = load_target(target, parse_mesh(mesh))
     attention = choose_attention(config, train.seq_len, load_target(target)).implementation
-    run = Trials(DecoderFactory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
+    run = Trials(decoder_factory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
     return run.record(parse(policy), batch, "trial")
 
 

@@ -30,7 +30,14 @@ from jaxremat.system.process import Deadline, run_until
 ROOT = Path(__file__).parent.parent
 POLICIES = ("none", "dots", "dots+attention", "nothing", "save:query_proj,mlpwi_0", "offload:mlpwi_0", "every:2")
 #: What a newer jax breaks first: programs read as jaxprs and as XLA's text, and files of XLA's dump.
-TESTS = ("tests/test_autoname.py", "tests/test_with_policy.py", "tests/test_saved_and_recomputed.py", "tests/test_dump.py")
+TESTS = (
+    "tests/test_jax_private.py",
+    "tests/test_xla_texts.py",
+    "tests/test_autoname.py",
+    "tests/test_with_policy.py",
+    "tests/test_saved_and_recomputed.py",
+    "tests/test_dump.py",
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,8 @@ def tested(python: str, file: str, environment: dict[str, str], deadline: Deadli
     """The row of a file of tests: how many passed and were skipped, and the message of each that failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        ended = run_until(deadline, [python, "-m", "pytest", "-n0", f"--junitxml={report}", file], environment)
+        every = ["--all"] if file.startswith("tests/") else []  # also those that compile
+        ended = run_until(deadline, [python, "-m", "pytest", "-n0", *every, f"--junitxml={report}", file], environment)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     faults = [(case.get("name"), fault) for case in cases for fault in case]
     failed = {name: fault.get("message", "").partition("\n")[0] for name, fault in faults if fault.tag != "skipped"}

@@ -49,14 +49,14 @@ def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto"
     """The run of the model's training step on the target, within a budget."""
     from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
-    from jaxremat.model.decoder_workload import DecoderFactory
+    from jaxremat.model.decoder_workload import decoder_factory
     from jaxremat.trial.trials import Trials
 
     target, chosen = load_target(flags.target), preset(name)
     config = replace(chosen.config, attention=attention)
     train = TrainConfig(seq_len=chosen.seq_len, loss=flags.loss)
     chosen = choose_attention(config, train.seq_len, target)
-    return Trials(DecoderFactory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
+    return Trials(decoder_factory(config, chosen.implementation, chosen.reason), train, target, budget_bytes)
 
 
 def compiled(run: Any, policy: Any, batch: int) -> Row:
@@ -150,13 +150,18 @@ def _planned_freely(run: Any) -> Row:
 
 def measure_no_matmul(flags: Flags) -> Iterator[Row]:
     """Three steps: `none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
-    from jaxremat.answer.planned import plan_run, plan_without_flops
+    from jaxremat.answer.layer_estimate import speed_of
+    from jaxremat.answer.planned import plan_run
+    from jaxremat.answer.workload_estimate import estimate_workload
+    from jaxremat.planner.candidates import without_flops
     from jaxremat.planner.plan import Plan
+    from jaxremat.planner.shared_budget import as_one
     from jaxremat.policy.grammar import parse
 
     for name in flags.models:
         run, batch = make_run(name, 2**62, flags), 32
-        none, saved = parse("none"), plan_without_flops(run, batch)
+        kinds = estimate_workload(run, speed_of(run.target), batch)
+        none, saved = parse("none"), without_flops(as_one(kinds).layer)
         steps = [{"policy": "none", **compiled(run, none, batch)}, {"policy": "no matmul", **compiled(run, saved, batch)}]
         budget = steps[-1]["total_bytes"]
         found = plan_run(run, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found

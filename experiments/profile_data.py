@@ -15,8 +15,8 @@ from pathlib import Path
 
 from experiments.common import PROFILES
 from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.speed import DeviceSpeed
-from jaxremat.chips.target import speed_of
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.collectives import is_collective
 from jaxremat.xla.hlo import Instruction, Module, parse

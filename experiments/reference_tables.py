@@ -6,7 +6,7 @@
 from experiments.common import markdown_table
 from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
-from jaxremat.policy.grammar import ALIASES, GRAMMAR
+from jaxremat.policy.grammar import ALIASES, grammar
 from jaxremat.units import gib
 
 
@@ -19,7 +19,7 @@ def policy_table_markdown() -> str:
         | --- | --- | --- |
         | `none` | no wrapper: what differentiation asks for is kept | `none` |
     """
-    rows = [(f"`{form.pattern}`", form.keeps, f"`{form.example}`") for form in GRAMMAR]
+    rows = [(f"`{form.pattern}`", form.keeps, f"`{form.example}`") for form in grammar()]
     return markdown_table(("policy", "what a layer keeps", "example"), rows) + "\n"
 
 

@@ -55,11 +55,11 @@ class TargetError(UsageError):
 
 
 class MissingDependencyError(JaxrematError, ImportError):
-    """A wheel, ptxas or cuDNN is missing; the message names the extra that brings it."""
+    """A wheel, or a library that it has, is missing; the message names the extra that brings it."""
 
 
 class DriverError(JaxrematError):
-    """The NVIDIA driver isn't installed, or doesn't answer."""
+    """The driver of the GPUs isn't installed, or doesn't answer."""
 
 
 class CompileError(JaxrematError):

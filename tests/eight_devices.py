@@ -18,7 +18,7 @@ import numpy as np
 from jaxremat.chips.target import load_target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.mesh.axes import parse_mesh
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
@@ -48,7 +48,7 @@ CASES = (
 
 def run_of(model: ModelConfig, mesh: str | None, accumulate: int) -> Trials:
     target = load_target("cpu", parse_mesh(mesh))
-    return Trials(DecoderFactory(model, "xla"), replace(TRAIN, accumulate=accumulate), target, 2**40)
+    return Trials(decoder_factory(model, "xla"), replace(TRAIN, accumulate=accumulate), target, 2**40)
 
 
 @functools.cache

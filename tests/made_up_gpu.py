@@ -9,11 +9,11 @@ memory, in JAX's own words, where that peak is over the limit.
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxremat.chips import target
-from jaxremat.chips.nvidia.outside import Outside
+from jaxremat.chips.outside import Outside
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target
 from jaxremat.cli import processes, run
@@ -24,20 +24,12 @@ from tests.roofline import uniform
 KIND = "NVIDIA Made Up"
 
 
-@dataclass(frozen=True)
-class MadeUp(Target):
+def made_up_target(name: str | None = None, mesh: Any = None) -> Target:
     """An attached target whose programs are the CPU's."""
-
-    @property
-    def platform(self):
-        return "cpu"
-
-
-def made_up_target(name: str | None = None, mesh: Any = None) -> MadeUp:
     cpu = target_of("cpu", mesh)
     speed = DeviceSpeed(1e12, 5e11, 1e11, 1e10, 1e11, uniform(0.8, 2e-6))
     limit = int(os.environ["MADE_UP_LIMIT"])
-    return MadeUp("nvidia-made-up", "attached", cpu.device, KIND, limit, None, speed, cpu.mesh, cpu.mesh_shape)
+    return Target("nvidia-made-up", "attached", cpu.chip, cpu.device, KIND, limit, None, speed, cpu.mesh, cpu.mesh_shape)
 
 
 def measure(self: trials.Trials, batch: int, compilation: trials.Compilation) -> trials.StepTiming:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig, TrainConfig
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.trial.trials import Trials
 from tests.helpers import LLAMA
 
@@ -23,7 +23,7 @@ SMALL = (
 
 def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Trials:
     """A run of the decoder with cuDNN's attention."""
-    return Trials(DecoderFactory(model, "cudnn"), train, target, budget_bytes)
+    return Trials(decoder_factory(model, "cudnn"), train, target, budget_bytes)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import functools
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost
-from jaxremat.policy.spec import Names, Policy, Rule, layer_policy
+from jaxremat.policy.spec import Names, Policy, Rule
 
 LAYERS = 12
 NAMES = ("a", "b", "c", "d", "fused")
@@ -57,7 +57,7 @@ class Xla:
         if policy == SPARSE:
             return Cost(int(self.fixed + batch * (logits + 8 * 20)), batch * (100 + loss_s + 2 * LAYERS * 20.5))
         total, seconds = 0.0, 0.0
-        for layer in (layer_policy(policy, i) for i in range(LAYERS)):
+        for layer in policy.layers(LAYERS) * (LAYERS // policy.size(LAYERS)):
             kept = kept_by(layer)
             saved = sum(BYTES[name] for name in kept)
             total += 20 + self.slip * saved

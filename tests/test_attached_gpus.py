@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.chips import target
-from jaxremat.chips.nvidia.outside import Outside
+from jaxremat.chips.nvidia.chip import NVIDIA
+from jaxremat.chips.outside import Outside
 from jaxremat.errors import TargetError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.trial import measure
@@ -55,7 +56,7 @@ class Gpu:
 @pytest.fixture
 def three(monkeypatch) -> list[Gpu]:
     found = [Gpu(0, 63 * 2**30), Gpu(1, 59 * 2**30), Gpu(2, 40 * 2**30)]
-    monkeypatch.setattr(target, "attached_gpus", lambda: found)
+    monkeypatch.setattr(NVIDIA, "attached", lambda: found)
     return found
 
 

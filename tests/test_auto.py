@@ -28,7 +28,7 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each
 from jaxremat.planner.steps import Cost
@@ -215,7 +215,7 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
     monkeypatch.setattr(planned, "estimate_workload", layers_at)
     monkeypatch.setattr(Trials, "compile", compile_step)
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    run = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
+    run = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
     return plan_run(run, losses=("full",), batch=8, max_batch=8, **options)
 
 
@@ -283,7 +283,7 @@ def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
     monkeypatch.setattr(Trials, "record", lambda self, policy, n, kind="trial", **_: self.compile(policy, n) and trial(n))
     monkeypatch.setattr(Steps, "compiled", property(lambda self: self.done))
     found, compiles, policy = list[Compile](), Compiles(), parse("dots")
-    trials = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
+    trials = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100)
     trials = replace(trials, on_compile=lambda policy, batch: found.append(compiles.next()))
     if batches:
         records.answer_batches(trials, policy, "dots", batches, lambda record: None, compiles)
@@ -326,7 +326,7 @@ def test_a_faster_link_makes_offloading_cheaper(h100):
 @pytest.mark.full
 def test_microbatches_are_priced_all_together(h100):
     """What a layer costs is that of all of a step's microbatches; its bytes are those of one."""
-    factory = DecoderFactory(GPT, "xla")
+    factory = decoder_factory(GPT, "xla")
     runs = (Trials(factory, TrainConfig(seq_len=8, accumulate=n), h100, 2**30) for n in (1, 8))
     once, eight = (one_of_each(estimate_workload(run, speed_of(h100), 4, offload=True)) for run in runs)
     for one, all_of_them in zip((once, *once.alternatives), (eight, *eight.alternatives), strict=True):

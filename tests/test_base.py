@@ -12,14 +12,14 @@ import pytest
 import jaxremat
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NONE, NOTHING
 from jaxremat.report.steps import policy_table
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.task import SHARED_FOLDER
 from jaxremat.trial.trials import Trials
-from jaxremat.workload.factory import GivenFactory
+from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.xla.flops import executed_flops
 from tests.made_up_records import trial as made_up_trial
 
@@ -83,7 +83,7 @@ def of_type(batch, dtype="float16"):
 
 
 def given(make, *args):
-    return GivenFactory("own", lambda batch: make(batch or SMALL, *args), has_free_batch=True)
+    return WorkloadFactory("own", lambda batch: make(batch or SMALL, *args), has_free_batch=True)
 
 
 #: By name: what makes the workload, and whether `none` at the small batch says what it executes at the large one.
@@ -124,7 +124,7 @@ def test_recompute_is_counted_from_the_compiled_none(kind, h100):
 @pytest.mark.full
 def test_one_short_layer_recomputes_nothing_under_none(h100):
     """One matmul of a row is a reduction, which doesn't count, in the step under `none` as in any other."""
-    factory = DecoderFactory(replace(preset("tiny").config, num_layers=1), "xla")
+    factory = decoder_factory(replace(preset("tiny").config, num_layers=1), "xla")
     trials = Trials(factory, replace(TRAIN, seq_len=8, loss="chunked:1"), h100, 2**40)
     none, nothing = (trials.record(policy, 2) for policy in (NONE, NOTHING))
     assert none.base_flops == none.executed_flops == nothing.base_flops

@@ -15,8 +15,8 @@ from experiments.common import RESULTS
 from experiments.profile_data import load_profile, names
 from jaxremat.chips.nvidia.calibration import FILE, load_calibration
 from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
+from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.speed import CLASSES, SEVERAL_GPUS
-from jaxremat.chips.target import speed_of
 from jaxremat.mesh.axes import MeshShape
 
 

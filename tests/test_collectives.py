@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxremat.chips.nvidia.speed import NCCL
 from jaxremat.chips.speed import DeviceSpeed, Links
 from jaxremat.xla import clock, hlo
 from jaxremat.xla.collectives import Collective, collective_seconds, groups_of, sent_bytes
@@ -12,7 +13,7 @@ from tests.roofline import uniform
 
 MB = 10**6
 #: Two nodes of 8 devices: 400 GB/s inside a node, 50 GB/s for each device to the other node.
-LINKS = Links(16, 8, 400e9, 50e9)
+LINKS = Links(16, 8, 400e9, 50e9, NCCL)
 NODE = (tuple(range(8)), tuple(range(8, 16)))
 ALL = (tuple(range(16)),)
 ACROSS = tuple((n, n + 8) for n in range(8))
@@ -111,7 +112,7 @@ def test_collectives_hide_behind_what_is_scheduled_before_their_wait():
         ("reduce-scatter", whole),
         ("all-reduce", whole // 8),
     ]
-    slow = Links(8, 8, whole * 7 / 8, None)  # the whole array takes a second
+    slow = Links(8, 8, whole * 7 / 8, None, NCCL)  # the whole array takes a second
     speed = DeviceSpeed(1e15, 5e14, 3e12, 5e10, 1e12, uniform(0.5, 2e-6), links=slow)
     step = clock.predict_step_time(module, speed)
     assert step.num_collectives == 3

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.chips import target
+from jaxremat.chips.catalog import ATTACHED
 from jaxremat.cli import processes
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import work
@@ -261,7 +262,7 @@ def test_a_made_up_gpu(monkeypatch, tmp_path, write):
 @pytest.mark.gpu
 def test_a_real_gpu(tmp_path, monkeypatch):
     """On an attached GPU: the largest batch runs, or the one that does is found; what XLA leaves out is below 4 GiB."""
-    if not target.attached_gpus():
+    if not ATTACHED.attached():
         pytest.skip("no NVIDIA GPU that JAX sees")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "rows.jsonl"

@@ -17,6 +17,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from jaxremat.chips import installed
+from jaxremat.chips.catalog import PRESETS as XLA_PRESETS
 from jaxremat.chips.installed import AOT_WHEELS, check_aot_wheels
 from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu, nvidia_driver
 from jaxremat.cli.command import parse_flags
@@ -34,10 +35,9 @@ from jaxremat.errors import (
     nearest,
 )
 from jaxremat.model.presets import PRESETS, preset
-from jaxremat.policy.grammar import FORMS
+from jaxremat.policy.grammar import forms
 from jaxremat.report.doctor import Row
 from jaxremat.session.flags import RunFlags, SweepFlags
-from jaxremat.xla.options import PRESETS as XLA_PRESETS
 from tests.made_up_machines import MACHINES, VARIABLES, with_variables
 from tests.rejections import COMMANDS, flags_of, rejected, without_progress
 
@@ -265,7 +265,7 @@ MORE_FLAGS = {"--help", "--array"}
 LISTS = {
     "{models}": ", ".join(PRESETS),
     "{targets}": ", ".join(bundled_names()),
-    "{policies}": ", ".join(form.pattern for form in FORMS),
+    "{policies}": ", ".join(form.pattern for form in forms()),
     "{presets}": ", ".join(XLA_PRESETS),
 }
 

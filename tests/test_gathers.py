@@ -13,6 +13,7 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.nvidia.speed import NCCL
 from jaxremat.chips.speed import Links
 from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.run import main
@@ -20,13 +21,13 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sharding import abstract_mesh, groups_along, on_mesh, tracing_on
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.trials import Trials
-from jaxremat.workload.factory import GivenFactory
+from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.kernels import kernels_of
 from tests.mesh_runs import MODEL as WIDE
@@ -34,7 +35,7 @@ from tests.roofline import SLOW
 
 MODEL = replace(WIDE, num_layers=3, dtype="bfloat16")
 TRAIN = TrainConfig(seq_len=256, loss="chunked")
-SPEED = replace(SLOW, links=Links(8, 8, 1e9, None))
+SPEED = replace(SLOW, links=Links(8, 8, 1e9, None, NCCL))
 WI_0_BYTES = 256 * 1024 * 2  # of a gathered kernel in bfloat16
 
 
@@ -48,7 +49,7 @@ def h100s() -> Target:
 
 
 def make_run(target: Target, *, scan_layers: bool = True, budget_bytes: int = 2**40) -> Trials:
-    return Trials(DecoderFactory(replace(MODEL, scan_layers=scan_layers), "cudnn"), TRAIN, target, budget_bytes)
+    return Trials(decoder_factory(replace(MODEL, scan_layers=scan_layers), "cudnn"), TRAIN, target, budget_bytes)
 
 
 def compiled(run: Trials, policy: str) -> tuple[Counter[str], int]:
@@ -97,7 +98,7 @@ def test_which_gathers_a_policy_decides_about():
 
 @pytest.mark.full
 def test_names_of_gathered_kernels_are_those_of_a_mesh():
-    factory, policy = DecoderFactory(MODEL, "xla"), parse("save:mlpwi_0,wi_0_gathered")
+    factory, policy = decoder_factory(MODEL, "xla"), parse("save:mlpwi_0,wi_0_gathered")
     mesh = abstract_mesh(MeshShape(fsdp=4, tensor=2))
     names = {value.name for value in factory.layer_names(TRAIN, 1, mesh)}
     assert names >= {*GATHERED_NAMES, "mlpwi_0"}
@@ -118,7 +119,7 @@ def test_kernels_that_lie_whole_are_not_gathered():
     mesh = abstract_mesh(MeshShape(fsdp=8))
     for layers, gathered in ((2, True), (1, False)):
         model = replace(MODEL, embed_dim=64, mlp_dim=128, num_layers=layers)
-        names = {value.name for value in DecoderFactory(model, "xla").layer_names(TRAIN, 1, mesh)}
+        names = {value.name for value in decoder_factory(model, "xla").layer_names(TRAIN, 1, mesh)}
         assert ("wi_0_gathered" in names) == gathered
 
 
@@ -224,7 +225,7 @@ def test_a_converted_parameter_of_a_workload_is_divided(h100s):
     def at(batch: int | None) -> Workload:
         return Workload(loss=loss, params=params, batch=struct(batch or 1, 64, dtype="bfloat16"))
 
-    run = Trials(GivenFactory("mine", at, has_free_batch=True), TrainConfig(), h100s, 2**40)
+    run = Trials(WorkloadFactory("mine", at, has_free_batch=True), TrainConfig(), h100s, 2**40)
     (kind,) = estimate_workload(run, h100s.speed, 16)
     num_bytes = {value.name: value.num_bytes for value in kind.layer.problem.values}
     assert num_bytes["convert_element_type"] == 64 * 512 * 2 // 8

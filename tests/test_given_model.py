@@ -6,17 +6,20 @@ from typing import Any, TypeVar
 
 import pytest
 
+from jaxremat.chips.target import Target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import main as explain
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.run import check_flags, main, show_list_or_answers
 from jaxremat.errors import UsageError
 from jaxremat.session.flags import RunFlags, SweepFlags
-from jaxremat.session.request import check_run
+from jaxremat.session.request import Auto, check_run
+from jaxremat.session.session import Session
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
-from jaxremat.trial.record import ExplainRecord, TrialRecord
+from jaxremat.trial.record import ExplainRecord, PlanRecord, TrialRecord
 from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import given_model
 
 RecordT = TypeVar("RecordT")
 TRAIN = """
@@ -57,6 +60,33 @@ def step():
 """
 
 
+#: A workload with the keywords of flags that presets have.
+CHOICES = """
+import jax
+import jax.numpy as jnp
+import jaxremat
+
+
+def workload(batch: int = 8, loss: str = "chunked", scan_layers: bool = False):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w), None
+
+    def mean(params, x):
+        if scan_layers:
+            x, _ = jax.lax.scan(layer, x, params)
+        else:
+            for w in params:
+                x, _ = layer(x, w)
+        return jnp.mean(x**2)
+
+    one = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    params = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32) if scan_layers else [one] * 3
+    x = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
+    tokens = 1 if loss == "full" else 2
+    return jaxremat.Workload(loss=mean, params=params, batch=x, num_tokens=tokens, write_text=lambda params, num: "x" * num)
+"""
+
+
 @pytest.fixture
 def train(tmp_path):
     (tmp_path / "given_train.py").write_text(TRAIN)
@@ -74,6 +104,11 @@ def records(
     return found
 
 
+def opened(target: Target, *argv: str) -> Session:
+    """The session that the flags open, without an answer."""
+    return Session.of(check_run(parse_flags(RunFlags, argv)), target)
+
+
 def error_of(*argv: str) -> UsageError:
     """The error with which the command ends."""
     with pytest.raises(UsageError) as caught:
@@ -82,8 +117,65 @@ def error_of(*argv: str) -> UsageError:
 
 
 def test_the_decoder_s_flags_are_rejected_by_name_before_anything_is_imported(train):
-    error = error_of("--model", f"{train}:no_such", "--num-layers", "3", "--loss", "full", "--data", "x.txt")
-    assert all(flag in error.got for flag in ("--num-layers", "--loss", "--data"))
+    error = error_of("--model", f"{train}:no_such", "--num-layers", "3", "--data", "x.txt")
+    assert all(flag in error.got for flag in ("--num-layers", "--data"))
+
+
+@pytest.mark.parametrize("flag", ["--loss full", "--scan-layers True"])
+def test_a_keyword_that_the_function_lacks_is_rejected_by_its_flag(train, h100, flag):
+    for spec in (f"{train}:workload", f"{train}:step"):
+        with pytest.raises(UsageError) as caught:
+            opened(h100, "--model", spec, *flag.split())
+        assert all(word in caught.value.got for word in flag.split())
+        assert spec.rpartition("/")[2] in caught.value.got
+
+
+def test_losses_and_layouts_of_ones_own(tmp_path, h100):
+    """A plan chooses among them, and flags fix them, as for a preset."""
+    spec = tmp_path / "given_choices.py"
+    spec.write_text(CHOICES)
+    own = opened(h100, "--model", f"{spec}:workload", "--policy", "auto")
+    assert own.request.policies[0].policy == Auto(("full", "chunked"), ("loop", "unrolled"))
+    assert (own.trials.factory.facts(own.trials.train).loss, own.trials.factory.layout()) == ("chunked", "unrolled")
+    assert own.trials.with_loss("full").workload_at().num_tokens == 1
+    scanned = own.trials.with_layout("loop").factory
+    assert [one.found and one.found.kinds[0].in_scan for one in (scanned, own.trials.factory)] == [True, False]
+    assert (scanned.config()["scan_layers"], scanned.num_layers()) == (True, 3)
+    fixed = opened(h100, "--model", f"{spec}:workload", "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")
+    assert fixed.request.policies[0].policy == Auto(("chunked:4",))
+    assert (fixed.trials.factory.facts(fixed.trials.train).loss, fixed.trials.factory.layout()) == ("chunked:4", "loop")
+    with pytest.raises(UsageError) as caught:
+        opened(h100, "--model", f"{spec}:workload", "--loss", "full", "--model-arg", "loss=full")
+    assert "--loss" in caught.value.got
+    assert "--model-arg" in caught.value.got
+
+
+def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
+    spec = tmp_path / "given_choices.py"
+    spec.write_text(CHOICES)
+    assert "sample_tokens" not in opened(h100, "--model", f"{spec}:workload").request.model.no_effect
+    assert "sample_tokens" in opened(h100, "--model", f"{train}:workload").request.model.no_effect
+
+
+def test_a_keyword_of_another_meaning_is_the_function_s_own(tmp_path, h100):
+    spec = tmp_path / "given_mae.py"
+    spec.write_text(CHOICES.replace('loss: str = "chunked"', 'loss: str = "mae"'))
+    found = opened(h100, "--model", f"{spec}:workload", "--model-arg", "loss=mse")
+    assert (found.trials.factory.losses(), found.trials.factory.config()["arguments"]) == (("own",), {"loss": "'mse'"})
+
+
+@pytest.mark.full
+def test_a_plan_for_ones_own_has_a_loss_and_a_layout(capsys, tmp_path):
+    spec = tmp_path / "given_choices.py"
+    spec.write_text(CHOICES)
+    argv = ["--model", f"{spec}:workload", "--policy", "auto", "--target", "h100-80gb", "--batch", "8", "--json"]
+    assert main(argv) == 0
+    plan, *_ = [
+        row for line in capsys.readouterr().out.splitlines() if isinstance(row := from_row(json.loads(line)), PlanRecord)
+    ]
+    assert plan.loss in ("full", "chunked")
+    assert plan.layout in ("loop", "unrolled")
+    assert {one.layout for one in plan.layouts} == {"loop", "unrolled"}
 
 
 @pytest.mark.parametrize("flag", ["--model-arg", "--layers"])
@@ -196,5 +288,4 @@ def test_a_request_imports_no_code_of_the_user_s(tmp_path):
     file = tmp_path / "explodes.py"
     file.write_text("raise RuntimeError('imported')\n")
     request = check_run(RunFlags(model=f"{file}:workload", layers=("blocks_*",)))
-    assert isinstance(request.model, GivenModel)
-    assert (request.model.spec, request.model.layers) == (f"{file}:workload", ("blocks_*",))
+    assert request.model == given_model(GivenModel(f"{file}:workload", layers=("blocks_*",)))

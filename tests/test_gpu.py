@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.chips.nvidia.gpu import _BOUNDS, FOLDER, GpuDescription, bundled_names, gpu_of_kind, load_gpu
-from jaxremat.chips.target import speed_of
+from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.errors import TargetError
 from jaxremat.xla.compile import lower_and_compile
 

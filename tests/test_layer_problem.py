@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.extend import core
 
 from jaxremat.answer.layer_problem import Keep, layer_problem
+from jaxremat.jax_private import FUSED_ATTENTION
 from jaxremat.model.transformer import Block
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
-from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
 from jaxremat.policy.spec import Names
 from jaxremat.xla.flops import count_step_flops
 from tests.roofline import SLOW as SPEED
@@ -243,7 +243,7 @@ def test_the_graph_predicts_what_jax_computes_again(kind, share, attention):
     problem, keep = problem_of(kind)
     draw = random.Random(str((kind, share)))
     kept = {name for name, way in keep.items() if way.name and draw.random() < share} or {"mlpwi_0"}
-    got = in_backward(kind, to_jax(Names(tuple(kept), attention=attention)))
+    got = in_backward(kind, Names(tuple(kept), attention=attention).to_jax())
     base = without_recomputing(kind)
     want = recomputed(problem, kept | {name for name, way in keep.items() if way.primitive and attention})
     kinds = ("dot_general", "exp", "tanh", "rsqrt", "logistic", "fused", "reduce_max")

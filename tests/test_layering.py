@@ -15,7 +15,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units config mesh chips policy workload search planner step xla model trial answer training report session cli
+    errors system units jax_private mesh chips config policy workload search planner step xla model trial answer training
+    report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -200,7 +201,7 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 #: What only some files do. A name that ends in `/` is a folder.
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
-    (lambda path: any("topologies" in name for name in imports(path)), "chips/target.py"),
+    (lambda path: any("topologies" in name for name in imports(path)), "chips/nvidia/topology.py"),
     (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
     # cli/machine/probe.py is a process of its own, whose output its parent reads.
@@ -215,6 +216,8 @@ ALONE = [
     (importing("pickle", "marshal", "shelve", "dill"), ""),
     (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache
     (importing(r"jax\._src"), ""),
+    (importing(r"jax\.extend.*", "jaxlib", r"jax\.interpreters.*"), "jax_private.py"),
+    (saying(r"type\(.*\)\.__name__ (==|!=|in|not in) "), "jax_private.py policy/state.py"),  # state.py: a class of Flax
     (saying("(?<!`)pynvml"), "chips/nvidia/nvml.py"),
     (importing("matplotlib"), "report/plot.py"),
 ]
@@ -229,6 +232,37 @@ def test_one_place_each():
     assert wrong == []
     does_jax = importing("jax", "flax")
     assert not [f for f in (PACKAGE / "report").glob("*.py") if does_jax(f)]
+
+
+#: Where a maker of GPUs, its libraries and its driver may be named.
+MAKERS_ROOMS = ("chips/", "cli/machine/", "cli/doctor.py", "cli/watch.py", "report/doctor.py")
+MAKERS_WORDS = re.compile("cuda|nvidia|cudnn|cublas|nvml|nccl|ptxas", re.IGNORECASE)
+
+
+def test_no_maker_of_chips_is_named():
+    """A chip is a value with functions, and nothing else asks which maker it is: not in code, and not in words."""
+    named = {name_of(file) for file in FILES if MAKERS_WORDS.search(file.read_text())}
+    assert {name for name in named if not name.startswith(MAKERS_ROOMS)} == set()
+    assert {"chips/nvidia/chip.py", "cli/machine/checks.py"} <= named
+
+
+def matches_on_classes(path: Path, names: set[str]) -> bool:
+    """Whether the file tests which of the classes `names` something is: by `isinstance`, by `match` or by `type(...)`."""
+    tested: list[ast.AST] = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            tested.append(node.args[1])
+        elif isinstance(node, ast.MatchClass):
+            tested.append(node.cls)
+        elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
+            tested += node.comparators
+    return any(isinstance(inner, ast.Name) and inner.id in names for node in tested for inner in ast.walk(node))
+
+
+def test_policies_answer_for_themselves():
+    """Outside of `policy/`, and where its layers run, nothing tests the class of a policy."""
+    policies = {"Rule", "Names", "Every", "OneIn", "Mix"}
+    assert {name_of(f) for f in FILES if matches_on_classes(f, policies)} == {"policy/grammar.py"}
 
 
 def test_no_test_module_is_imported():

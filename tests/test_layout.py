@@ -11,7 +11,7 @@ import pytest
 import jaxremat
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.policy.layout import stack_layers, unstack_layers
 from jaxremat.policy.spec import NONE
@@ -82,6 +82,6 @@ def test_a_tree_that_cannot_be_converted(convert, tree, got):
 def test_unrolled_layers_pass_on_rows(h100):
     """XLA transposes nothing. Left alone, it would choose a layout of the residual stream in which the batch is innermost."""
     model = replace(preset("gpt2").config, num_layers=2, dropout=0.0, scan_layers=False)
-    run = Trials(DecoderFactory(model, "cudnn"), TrainConfig(), h100, 2**60)
+    run = Trials(decoder_factory(model, "cudnn"), TrainConfig(), h100, 2**60)
     module = run.compile(NONE, 32).module
     assert [kernel.name for kernel in kernels_of(module) if kernel.kernel_class == "transpose"] == []

@@ -65,7 +65,7 @@ def test_what_findings_say(snapshot):
 
 @pytest.mark.parametrize(
     ("reader", "has_policy", "has_loss"),
-    [("code", False, False), ("with_policy", False, False), ("flags", True, False), ("decoder flags", True, True)],
+    [("code", False, False), ("with_policy", False, False), ("flags", True, False), ("flags with loss", True, True)],
 )
 def test_a_remedy_has_the_flags_that_its_reader_has(reader, has_policy, has_loss):
     """A user's own workload has no `--loss`, and its author no flags."""
@@ -293,7 +293,7 @@ def compiled(model: ModelConfig, policy: str, attention: str, target: Target) ->
 
 
 def found_in(model: ModelConfig, policy: str, attention: str, target: Target) -> tuple[Finding, ...]:
-    return find(lint_input(compiled(model, policy, attention, target), policy=parse(policy), remedies="decoder flags"))
+    return find(lint_input(compiled(model, policy, attention, target), policy=parse(policy), remedies="flags with loss"))
 
 
 DROPOUT = replace(GPT, dropout=0.1)

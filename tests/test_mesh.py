@@ -295,8 +295,8 @@ def test_shardings_are_those_of_a_mesh():
 
 def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch, tmp_path):
     """Beside an attached GPU, `--mesh` alone is still for GPUs that aren't here: for the process, the sweep and the target."""
-    monkeypatch.setattr("jaxremat.chips.nvidia.gpu.nvidia_driver", lambda: True)
-    monkeypatch.setattr("jaxremat.cli.command.nvidia_driver", lambda: True)
+    monkeypatch.setattr("jaxremat.chips.catalog.driver_here", lambda: True)
+    monkeypatch.setattr("jaxremat.cli.command.driver_here", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("JAX_PLATFORMS")
     (here,) = sweep_trials(SweepFlags(out=tmp_path, batch=(1,)))

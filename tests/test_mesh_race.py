@@ -16,7 +16,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers
@@ -212,7 +212,7 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
     monkeypatch.setattr(mesh_race, "predict_step_time", lambda module, speed: SimpleNamespace(step_s=1.0))
     monkeypatch.setattr(Trials, "compile_anew", compile_step)
     monkeypatch.setattr(Trials, "state_bytes", lambda self: 1000)
-    trials = Trials(DecoderFactory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
+    trials = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
     entrants = [
         mesh_race.Entrant(MeshShape(data=n + 1), replace(trials, budget_bytes=size, steps={}))
         for n, size in enumerate(budgets)

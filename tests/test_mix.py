@@ -13,7 +13,7 @@ from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.layers import Layers
-from jaxremat.policy.spec import Mix, Names, Rule, describe
+from jaxremat.policy.spec import Mix, Names, Rule
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from tests import helpers
 from tests.equality import ROUNDING, assert_same_bits, relative_difference
@@ -180,7 +180,7 @@ def test_size_and_description():
     assert isinstance(mix, Mix)
     assert str(mix) == "2*save:a,b|1*save:c+offload:d"
     assert mix.size(12) == 3
-    assert re.findall(r"\d+|\b[a-d]\b", describe(mix, 12)) == ["3", "2", "a", "b", "1", "c", "d"]
+    assert re.findall(r"\d+|\b[a-d]\b", mix.describe(12)) == ["3", "2", "a", "b", "1", "c", "d"]
 
 
 #: What is wrong in each of these texts.
@@ -223,7 +223,7 @@ def test_a_part_without_layers_is_rejected():
 def test_groups_divide_the_layers(num_layers, allowed, next_step):
     mix = parse("2*nothing|1*save:a")
     assert isinstance(mix, Mix)
-    for what in (mix.size, lambda num_layers: describe(mix, num_layers)):
+    for what in (mix.size, mix.describe):
         with pytest.raises(UnknownPolicyError) as caught:
             what(num_layers)
         assert re.findall(r"\d+", caught.value.got.replace(str(mix), "")) == ["3", str(num_layers)]

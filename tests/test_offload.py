@@ -23,7 +23,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty, offloads
+from jaxremat.policy.offload import PASS, check_layers, flag_line, has_fault, is_faulty
 from jaxremat.policy.spec import NOTHING
 from jaxremat.report.plan import code_to_paste
 from jaxremat.trial.trials import Trials
@@ -116,7 +116,7 @@ def test_unrolled_layers_and_other_policies_are_compiled_as_before(h100):
     for loss, policy in ((unrolled, "offload:wide"), (scanned, "save:wide")):
         done = lower_and_compile(gradient(loss, policy), (PARAMS, X), h100)
         assert (done.disabled_pass, host_slices(done.module)) == (None, ())
-        assert (done.memory.host_temp_bytes > 0) == offloads(parse(policy))
+        assert (done.memory.host_temp_bytes > 0) == parse(policy).offloads
 
 
 # A user's own program.
@@ -321,11 +321,11 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
         return emitted[0]
 
     right = planned()
-    assert (offloads(parse(right.policy)), right.disabled_pass) == (True, PASS)
+    assert (parse(right.policy).offloads, right.disabled_pass) == (True, PASS)
     assert flag_line() in code_to_paste(right)[0]
     monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
     other = planned()
-    assert (offloads(parse(other.policy)), other.disabled_pass) == (False, None)
+    assert (parse(other.policy).offloads, other.disabled_pass) == (False, None)
     assert code_to_paste(other) == [f'loss = jaxremat.with_policy(loss, "{other.policy}")']
 
 

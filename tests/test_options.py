@@ -20,7 +20,7 @@ from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.run import main
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import NOTHING
 from jaxremat.session.flags import ModelFlags, RunFlags, SweepFlags
@@ -107,7 +107,7 @@ def test_xla_is_told_of_the_job_s_pool(h100):
 def odd_trials(h100, implementation: str = "xla") -> Trials:
     model = replace(preset("tiny").config, num_layers=1, dropout=0.0, max_seq_len=77)
     train = replace(TRAIN, seq_len=77)
-    return Trials(DecoderFactory(model, implementation), train, h100, 2**40)
+    return Trials(decoder_factory(model, implementation), train, h100, 2**40)
 
 
 @pytest.mark.full

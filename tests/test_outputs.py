@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 from rich.console import Console
 
+from jaxremat.chips.nvidia.chip import NVIDIA
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.train import TrainRunFlags
@@ -140,7 +141,7 @@ def test_temporary_files_on_a_full_disk(tmp_path, monkeypatch):
     assert str(tmp_path) in dumped.value.got
     assert "bytes" in dumped.value.cause
     assert "TMPDIR" in dumped.value.next_step
-    target: Any = SimpleNamespace(kind="deviceless", name="h100-80gb")
+    target: Any = SimpleNamespace(kind="deviceless", name="h100-80gb", chip=NVIDIA)
     of_xla = {errno.ENOSPC: "TMPDIR", errno.ENOENT: "TMPDIR", errno.EACCES: "TMPDIR", errno.EMFILE: "ulimit"}
     for number, remedy in of_xla.items():
         refused = refusal_of(RuntimeError(f"RESOURCE_EXHAUSTED: /tmp/tempfile-vm-5d0a; {os.strerror(number)}"), target)

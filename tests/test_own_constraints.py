@@ -17,7 +17,7 @@ from jaxremat.mesh.axes import AXES, MeshShape
 from jaxremat.mesh.sharding import abstract_mesh
 from jaxremat.policy.spec import NOTHING
 from jaxremat.session.flags import RunFlags
-from jaxremat.workload.factory import GivenFactory
+from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.workload import Workload
 from tests.mesh_runs import records
 from tests.user_files import Write
@@ -109,7 +109,10 @@ def test_every_function_of_a_workload_is_traced_for_the_mesh():
         return Workload(loss=loss, params=jnp.ones(2), batch=jnp.ones(2), loss_under=lambda policy: loss, **parts)
 
     mesh, other = abstract_mesh(MeshShape(fsdp=2)), abstract_mesh(MeshShape(data=2))
-    for one, of in ((mesh, GivenFactory("mine", made, mesh=mesh)), (other, GivenFactory("mine", made, mesh=mesh).on(other))):
+    for one, of in (
+        (mesh, WorkloadFactory("mine", made, mesh=mesh)),
+        (other, WorkloadFactory("mine", made, mesh=mesh).on(other)),
+    ):
         workload: Any = of.at(None, TrainConfig())
         jax.eval_shape(workload.loss_with(NOTHING), *workload.loss_args)
         for function in (workload.loss, workload.eval_loss):

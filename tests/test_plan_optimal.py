@@ -24,7 +24,7 @@ from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.problem import Decision, Op, Problem, Value
 from jaxremat.planner.solve import solve, solve_greedy
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.policy.spec import NOTHING, Names, Policy, Rule, layer_policy
+from jaxremat.policy.spec import NOTHING, Names, Policy, Rule
 from tests.small_problems import cost, every_decision, keep, least, problems
 
 EXACT = 1e-9
@@ -137,7 +137,7 @@ def test_the_worked_example(budget, policy, recompute_s):
     layer = LayerEstimate(problem, {1: "a", 2: "b", 3: "c"})
 
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
-        layers = [layer_policy(policy, i) for i in range(2)]
+        layers = policy.layers(2) * (2 // policy.size(2))
         saved = [bytes_of if one == Rule("none") else one.save if isinstance(one, Names) else () for one in layers]
         made_again = sum(seconds[name] for names in saved for name in seconds if name not in names)
         return Cost(1000 + sum(bytes_of[name] for names in saved for name in names), 100.0 + made_again)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig
-from jaxremat.model.decoder_workload import DecoderFactory, decoder_workload
+from jaxremat.model.decoder_workload import decoder_factory, decoder_workload
 from jaxremat.model.flops import forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
 from jaxremat.planner.evaluate import evaluate
@@ -28,7 +28,6 @@ from jaxremat.planner.problem import Decision
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import saves_attention
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
@@ -243,10 +242,10 @@ def test_a_compiled_program_with_xla_s_attention(h100):
 )
 def test_the_planner_s_evaluator_counts_what_the_program_recomputes(policy, h100):
     """The decision replayed over one layer's graph, times the layers, against the traced step beyond what `none` runs."""
-    run = Trials(DecoderFactory(GPT, "cudnn"), TRAIN, h100, 0)
+    run = Trials(decoder_factory(GPT, "cudnn"), TRAIN, h100, 0)
     block, chosen = one_of_each(estimate_workload(run, h100.speed, BATCH)), parse(policy)
     names = {name: v for v, name in block.names.items()}
-    fused = {v for op in block.problem.ops if op.together for v in op.outputs} if saves_attention(chosen) else set()
+    fused = {v for op in block.problem.ops if op.together for v in op.outputs} if chosen.saves_attention else set()
     save, offload = getattr(chosen, "save", ()), getattr(chosen, "offload", ())
     decision = Decision(frozenset(names[name] for name in save) | fused, frozenset(names[name] for name in offload))
     recomputed = GPT.num_layers * evaluate(block.problem, decision).recomputed_flops

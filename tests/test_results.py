@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.errors import CompileError, UsageError
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.explain import explain
 from jaxremat.trial.trials import Trials
@@ -224,7 +224,7 @@ class TestCompiles:
         policy = parse("dots")
 
         def records() -> list[Any]:
-            trials = Trials(DecoderFactory(GPT, "xla"), TRAIN, h100, 2**40, keep_dump=True)
+            trials = Trials(decoder_factory(GPT, "xla"), TRAIN, h100, 2**40, keep_dump=True)
             found = [
                 explain(trials, policy, 2, 100, lint=True),
                 trials.compile(policy, 2),

@@ -28,7 +28,7 @@ from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
 from jaxremat.errors import JaxrematError
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.policy.grammar import grammar
 from jaxremat.report.printer import Printer, Report
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
@@ -277,7 +277,7 @@ def test_batches_add_up(line, expected):
 
 
 LISTS = {
-    "policies": [form.pattern for form in GRAMMAR],
+    "policies": [form.pattern for form in grammar()],
     "models": [*PRESETS],
     "targets": ["cpu", *bundled_names()],
     "optimizers": [*get_args(Optimizer)],

@@ -19,7 +19,7 @@ from jaxremat.mesh.axes import MeshShape
 from jaxremat.step.inputs import inputs
 from jaxremat.step.step import abstract_args, init_state, make_step, step_shardings
 from jaxremat.trial.trials import Trials
-from jaxremat.workload.factory import GivenFactory, factory_of
+from jaxremat.workload.factory import WorkloadFactory, factory_of
 from jaxremat.workload.samples import LeafSamples
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
@@ -59,7 +59,7 @@ def made(num_samples, **changes):
 
 
 def factory(make=made, **fields):
-    return GivenFactory("mine", lambda batch: make(batch or PART), True, **{"default_batch": PART, **fields})
+    return WorkloadFactory("mine", lambda batch: make(batch or PART), True, **{"default_batch": PART, **fields})
 
 
 def whole_batch(num_samples):

@@ -69,6 +69,7 @@ def test_what_a_session_answers_of_a_workload_of_ones_own():
         ("tiny", {"num_layrs": 3}, "num_layrs"), ("tiny", {"num_layers": "3"}, "num_layers"), (3, {}, "int"),
         ("tiny", {"budget": "lots"}, "lots"), ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
         ("tiny", {"optimizer": "adm"}, "optimizer"), ("nowhere.json", {}, "nowhere.json"),
+        (squares, {"seq_len": 64}, "seq_len"), (squares, {"num_layers": 3}, "num_layers"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_not_valid(model, options, named):

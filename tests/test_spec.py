@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 from dataclasses import replace
-from typing import get_args
 
 import jax
 import pytest
@@ -20,32 +19,17 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.grid import SweepFlags
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.policy.grammar import ALIASES, ATTENTION, GRAMMAR, JAX_ALIASES, as_policy, parse
-from jaxremat.policy.jax_policy import FUSED_ATTENTION, to_jax
+from jaxremat.jax_private import FUSED_ATTENTION
+from jaxremat.policy.grammar import ALIASES, ATTENTION, JAX_ALIASES, POLICIES, as_policy, grammar, parse
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
-from jaxremat.policy.spec import (
-    NOTHING,
-    RULES,
-    Every,
-    LayerPolicy,
-    Mix,
-    Names,
-    OneIn,
-    Policy,
-    Rule,
-    describe,
-    keeps_inputs_alone,
-    layer_policy,
-    saves_attention,
-    with_attention,
-)
+from jaxremat.policy.spec import NONE, NOTHING, RULES, Every, LayerPolicy, Mix, Names, OneIn, Rule
 from jaxremat.session.flags import RunFlags
 
 
 def for_a_layer(text: str) -> LayerPolicy:
     """The policy of this text, which is one for a single layer."""
     policy = parse(text)
-    assert isinstance(policy, Rule | Names)
+    assert isinstance(policy, LayerPolicy)
     return policy
 
 
@@ -95,8 +79,8 @@ def test_policies_are_values(one, other):
 @given(layer_policies.filter(lambda policy: not policy.is_none))
 def test_jax_policies_are_values_too(policy):
     """JAX caches traces by the policy's equality: equal policies must give equal callables."""
-    assert to_jax(policy) == to_jax(for_a_layer(str(policy)))
-    assert hash(to_jax(policy)) == hash(to_jax(for_a_layer(str(policy))))
+    assert policy.to_jax() == for_a_layer(str(policy)).to_jax()
+    assert hash(policy.to_jax()) == hash(for_a_layer(str(policy)).to_jax())
 
 
 @given(st.text("every:on-idtsavflNAME,+ 0123sqrt_*|", max_size=25))
@@ -149,14 +133,14 @@ def test_aliases(alias):
     """An alias is its text; a name list remembers which preset it came from, which decides about missing names."""
     assert parse(alias) == parse(ALIASES[alias])
     assert parse(f"every:2+{alias}") == Every(2, for_a_layer(ALIASES[alias]))
-    assert getattr(parse(alias), "alias", alias) == alias
-    assert getattr(parse(ALIASES[alias]), "alias", "") == ""
+    assert for_a_layer(alias).alias == (alias if parse(alias).names() else "")
+    assert for_a_layer(ALIASES[alias]).alias == ""
 
 
 @pytest.mark.parametrize("alias", JAX_ALIASES)
 def test_jax_aliases_are_jaxs_own_policies(alias):
     assert alias in dir(jax.checkpoint_policies)
-    assert decisions(to_jax(for_a_layer(alias))) == decisions(getattr(jax.checkpoint_policies, alias))
+    assert decisions(for_a_layer(alias).to_jax()) == decisions(getattr(jax.checkpoint_policies, alias))
 
 
 def test_maxtext_presets_never_save_and_offload_the_same():
@@ -206,7 +190,7 @@ HOST = "device->pinned_host"
     ],
 )  # fmt: skip
 def test_what_jax_is_told(text, expected):
-    assert decisions(to_jax(for_a_layer(text))) == expected
+    assert decisions(for_a_layer(text).to_jax()) == expected
 
 
 @pytest.mark.parametrize("text", ["none", "none+attention"])
@@ -214,7 +198,7 @@ def test_none_has_no_callable(text):
     policy = for_a_layer(text)
     assert policy.is_none
     with pytest.raises(AssertionError):
-        to_jax(policy)
+        policy.to_jax()
 
 
 @given(st.integers(1, 200))
@@ -229,41 +213,36 @@ def test_groups_are_described_as_they_are(k, num_layers):
     if k > num_layers:
         for policy in (Every(k), OneIn(k)):
             with pytest.raises(UnknownPolicyError) as caught:
-                describe(policy, num_layers)
+                policy.describe(num_layers)
             assert {k, num_layers} <= set(numbers(caught.value.got))
         return
-    full, size, *rest = numbers(describe(Every(k), num_layers))
+    full, size, *rest = numbers(Every(k).describe(num_layers))
     assert (full * size + sum(rest), size) == (num_layers, k)
-    assert numbers(describe(OneIn(k), num_layers)) == [len(range(0, num_layers, k)), num_layers]
+    assert numbers(OneIn(k).describe(num_layers)) == [len(range(0, num_layers, k)), num_layers]
 
 
 def numbers(text: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", text)]
 
 
-def test_layer_policy():
-    assert layer_policy(parse("every:2+dots")) == Rule("dots")
-    assert layer_policy(parse("every:2")) == Rule("none")
-    assert layer_policy(parse("one-in:2")) == NOTHING
-    assert layer_policy(parse("save:a")) == Names(save=("a",))
-    assert [str(layer_policy(parse("2*nothing|1*save:a"), i)) for i in range(4)] == [
-        "nothing",
-        "nothing",
-        "save:a",
-        "nothing",
-    ]
+def test_the_layers_of_a_group():
+    assert parse("every:2+dots").layers(5) == (Rule("dots"), Rule("dots"))
+    assert parse("every:2").layers(5) == (NONE, NONE)
+    assert parse("one-in:3").layers(5) == (NOTHING, NONE, NONE)
+    assert parse("save:a").layers(5) == (Names(save=("a",)),)
+    assert list(map(str, parse("2*nothing|1*save:a").layers(6))) == ["nothing", "nothing", "save:a"]
 
 
-@pytest.mark.parametrize("form", GRAMMAR, ids=lambda form: form.pattern)
+@pytest.mark.parametrize("form", grammar(), ids=lambda form: form.pattern)
 def test_each_form_has_an_example(form):
     assert str(parse(form.example)) == form.example
 
 
 def test_the_grammar_is_whole():
-    examples = [parse(form.example) for form in GRAMMAR]
-    assert {type(policy) for policy in examples} == set(get_args(Policy))
+    examples = [parse(form.example) for form in grammar()]
+    assert {type(policy) for policy in examples} == set(POLICIES)
     assert {policy.kind for policy in examples if isinstance(policy, Rule)} == set(RULES)
-    assert [form for form, policy in zip(GRAMMAR, examples, strict=True) if saves_attention(policy)] == [ATTENTION]
+    assert [form for form, policy in zip(grammar(), examples, strict=True) if policy.saves_attention] == [ATTENTION]
 
 
 @pytest.mark.parametrize("flags", [RunFlags, ExplainFlags, SweepFlags])
@@ -271,23 +250,24 @@ def test_the_help_shows_each_form(flags, capsys):
     with pytest.raises(SystemExit):
         parse_flags(flags, ["--help-all"])
     words = set(capsys.readouterr().out.replace(";", ",").replace(", ", " ").split())
-    assert {form.pattern for form in GRAMMAR} <= {word.rstrip(",") for word in words}
+    assert {form.pattern for form in grammar()} <= {word.rstrip(",") for word in words}
 
 
 def test_the_grammar_as_a_table():
     head, rule, *rows = policy_table_markdown().splitlines()
-    assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, rule, *rows)] == [4] * (2 + len(GRAMMAR))
-    assert [row.split("` | ")[0].removeprefix("| `").replace("\\|", "|") for row in rows] == [f.pattern for f in GRAMMAR]
+    assert [len(re.findall(r"(?<!\\)\|", line)) for line in (head, rule, *rows)] == [4] * (2 + len(grammar()))
+    assert [row.split("` | ")[0].removeprefix("| `").replace("\\|", "|") for row in rows] == [f.pattern for f in grammar()]
     assert len(alias_table_markdown().splitlines()) == 2 + len(ALIASES)
 
 
 @given(policies)
 def test_attention_by_value_is_attention_in_text(policy):
-    assert saves_attention(policy) == ("+attention" in str(policy))
-    if not isinstance(policy, Every | OneIn):
-        with_it = with_attention(policy)
-        assert saves_attention(with_it)
-        assert layer_policy(with_it) == replace(layer_policy(policy), attention=True)
+    assert policy.saves_attention == ("+attention" in str(policy))
+    with_it = policy.with_attention()
+    assert (with_it is None) == isinstance(policy, Every | OneIn)
+    if with_it is not None:
+        assert with_it.saves_attention
+        assert with_it.layer_policies == tuple(replace(part, attention=True) for part in policy.layer_policies)
 
 
 @pytest.mark.parametrize(
@@ -300,10 +280,10 @@ def test_attention_by_value_is_attention_in_text(policy):
         ("1*save:a|1*nothing", False),
     ],
 )
-def test_keeps_inputs_alone(text, expected):
-    assert keeps_inputs_alone(parse(text)) == expected
+def test_saves_inputs_alone(text, expected):
+    assert parse(text).saves_inputs_alone == expected
 
 
 def test_no_names_are_nothing():
     assert [str(Names()), str(Names(attention=True))] == ["nothing", "nothing+attention"]
-    assert decisions(to_jax(Names())) == decisions(to_jax(NOTHING))
+    assert decisions(Names().to_jax()) == decisions(NOTHING.to_jax())

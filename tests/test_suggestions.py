@@ -10,7 +10,7 @@ import pytest
 from jaxremat.answer.suggestions import cheapest_suggestions
 from jaxremat.cli.run import main as run
 from jaxremat.config import TrainConfig
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
@@ -74,7 +74,7 @@ def test_a_fix_pasted_fits_with_the_same_bytes(too_large, capsys):
 
 
 def run_for(target: Any, budget_bytes: int = 2**30, **more: Any) -> Trials:
-    return Trials(DecoderFactory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
+    return Trials(decoder_factory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
 
 
 def suggested(monkeypatch, run: Trials, total_bytes: Any) -> list[SuggestionRecord]:

@@ -26,7 +26,7 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.train import TrainRunFlags, batch_to_train, check_train, main, run_lines, trials_to_train
 from jaxremat.config import Optimizer, TrainConfig
 from jaxremat.errors import DoesNotFitError, JaxrematError, UsageError
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.policy.spec import Policy
 from jaxremat.report.printer import Report
@@ -239,7 +239,7 @@ def test_another_text_is_another_configuration():
 
 def run_of(data: str | None) -> Trials:
     return Trials(
-        DecoderFactory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30
+        decoder_factory(preset("tiny").config, "xla", data=data), TrainConfig(seq_len=16), load_target("cpu"), 2**30
     )
 
 
@@ -615,7 +615,7 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
 @pytest.mark.any_jax
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
-    monkeypatch.setattr("jaxremat.cli.train.nvidia_driver", lambda: False)
+    monkeypatch.setattr("jaxremat.cli.train.driver_here", lambda: False)
     request = check_train(parse_flags(TrainRunFlags, own))
     trials, policy, batch = trials_at(*own)
     headings = ["\n".join(run_lines(request, trials, policy, batch, folder)) for folder in (None, RunFolder(Path("runs/a")))]

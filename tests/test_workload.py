@@ -19,7 +19,7 @@ from jaxremat.step.inputs import first_state, inputs, said_inputs
 from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_step, step_key
 from jaxremat.trial.trials import Trials
 from jaxremat.workload import workload as workload_module
-from jaxremat.workload.factory import GivenFactory, factory_of
+from jaxremat.workload.factory import WorkloadFactory, factory_of
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 
@@ -65,7 +65,7 @@ def rows(count, seed=0):
 
 
 def free_mlp(**changes):
-    return GivenFactory("mlp", lambda batch: mlp(batch or 8, **changes), has_free_batch=True)
+    return WorkloadFactory("mlp", lambda batch: mlp(batch or 8, **changes), has_free_batch=True)
 
 
 # What a workload may be.
@@ -282,7 +282,7 @@ def test_a_workload_is_compiled_for_a_gpu_that_is_not_here(h100):
 
 
 def test_layers_of_the_command_line_win_over_the_workload_s():
-    factory = GivenFactory("mlp", lambda batch: mlp(layers="blocks_*"), layers=("layer_*",))
+    factory = WorkloadFactory("mlp", lambda batch: mlp(layers="blocks_*"), layers=("layer_*",))
     assert factory.num_layers() == DEPTH
     assert factory.at(None, TRAIN).layers == ("layer_*",)
 

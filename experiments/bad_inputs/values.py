@@ -7,11 +7,11 @@ from pathlib import Path
 from experiments.bad_inputs.case import OK, USAGE, Case, kind
 from experiments.bad_inputs.contradictions import OWN
 from experiments.bad_inputs.flags import NO_NAMES
+from jaxremat.chips.catalog import PRESETS as XLA_PRESETS
 from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.mesh.axes import AXES
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.grammar import ALIASES, FORMS
-from jaxremat.xla.options import PRESETS as XLA_PRESETS
+from jaxremat.policy.grammar import ALIASES, forms
 
 #: Numbers of a size where a whole number from 1 up is needed.
 NO_COUNTS = ("0", "-1", "1.5", "1e3", "x", "", "٣", "½", "9" * 400, "0x8", "1_0", "+3", "8 8", "nan", "∞")
@@ -55,7 +55,7 @@ def _is_policy(text: str) -> bool:
 @kind("values")
 def policies(draw: random.Random, folder: Path) -> Case:
     """Texts that are near a policy, and heaps of its pieces. What the grammar takes is expected to be taken."""
-    known = [*(form.example for form in FORMS), *ALIASES]
+    known = [*(form.example for form in forms()), *ALIASES]
     text = draw.choice(
         [
             spoilt(draw, draw.choice(known)),

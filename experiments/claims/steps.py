@@ -24,7 +24,7 @@ from jaxremat.chips.target import load_target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import JaxrematError
 from jaxremat.model.attention import choose_attention
-from jaxremat.model.decoder_workload import DecoderFactory
+from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
 from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
@@ -92,7 +92,7 @@ def _trials(asked: Row, **options: Any) -> Trials:
     model = replace(chosen.config, **{name: value for name, value in changed.items() if name in _OF_MODEL})
     training = {name: value for name, value in changed.items() if name not in _OF_MODEL}
     train = TrainConfig(**{"seq_len": chosen.seq_len, **training})
-    factory = DecoderFactory(model, choose_attention(model, train.seq_len, target).implementation)
+    factory = decoder_factory(model, choose_attention(model, train.seq_len, target).implementation)
     settings = {"global_batch": asked["global_batch"], "measures": False, **options}
     return Trials(factory, train, target, budget_bytes(asked["target"]), **settings)
 
@@ -161,9 +161,9 @@ def _links(asked: Row) -> Row:
 def _layer(asked: Row) -> Row:
     """The gradient of the model's layers alone, unrolled: no embedding, no loss over the vocabulary and no optimizer."""
     run = _trials(asked)
-    assert isinstance(run.factory, DecoderFactory)
-    model = run.factory.model
-    block = jaxremat.Block(model, run.factory.implementation, deterministic=model.dropout == 0)
+    model, attention = jaxremat.ModelConfig(**run.factory.config()), run.factory.facts(run.train).attention
+    assert attention
+    block = jaxremat.Block(model, attention, deterministic=model.dropout == 0)
     layers = jaxremat.Layers(block, model.num_layers, asked["policy"], scan=False)
     x = jax.ShapeDtypeStruct((asked["batch"], run.train.seq_len, model.embed_dim), model.dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -30,7 +30,7 @@ from jaxremat.policy.state import is_linen
 from jaxremat.trial.budget import budget_on
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.refusal import cudnn_refusals_explained
+from jaxremat.xla.refusal import attention_refusals_explained
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -64,7 +64,7 @@ def plan(
         scan: whether the layers run in a scan over stacked parameters. Layers that are modules can also be unrolled.
 
     Raises:
-        CompileError: XLA rejected the layer, or cuDNN rejected an attention for which the layer itself requests cuDNN.
+        CompileError: XLA rejected the layer, or the chip's fused attention rejected what the layer itself requests of it.
         DoesNotFitError: not even the policy of the least bytes fits.
         TargetError: the target's speed isn't known.
         UsageError: arguments that make no sense, or a layer whose result can't be the next layer's input.
@@ -75,7 +75,7 @@ def plan(
     if budget_bytes is None:
         budget_bytes = budget_on(on)[0].num_bytes
     shapes = jax.eval_shape(lambda *args: args, *args)
-    with tracing_for(on), cudnn_refusals_explained():
+    with tracing_for(on), attention_refusals_explained(on):
         if is_linen(layer):
             stack = _module_stack(layer, shapes, num_layers, scan, speed_of(on))
         else:

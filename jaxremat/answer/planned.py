@@ -8,14 +8,12 @@ from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError
-from jaxremat.planner.candidates import without_flops
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.planner.unrolled import is_better, plan_unrolled
-from jaxremat.policy.offload import offloads
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.trials import Trials
@@ -108,7 +106,7 @@ def plan_run(
     try:
         return _plan(trials, losses, common | {"offload": offload}, options, layouts, named=named)
     except CompileError:
-        if not (log and offloads(log[-1])):
+        if not (log and log[-1].offloads):
             raise
     return _plan(trials, losses, common | {"offload": None}, options, layouts, named=named)
 
@@ -299,13 +297,3 @@ def _of_whole_steps(found: Plan | NoPlan, trials: Trials) -> Plan | NoPlan:
         more=tuple(replace(more, saved_s=more.saved_s * times) for more in found.more),
         tried=tried,
     )
-
-
-def plan_without_flops(trials: Trials, batch: int) -> Policy:
-    """The policy of fewest bytes that recomputes no matmul, attention or convolution of a layer.
-
-    Raises:
-        TargetError: the target's speed isn't known.
-        UsageError: no repeated layers were found in the workload.
-    """
-    return without_flops(as_one(estimate_workload(trials, speed_of(trials.target), batch)).layer)

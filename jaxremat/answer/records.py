@@ -18,7 +18,7 @@ from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import NOTHING, Mix, Policy, layer_policy
+from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch
 from jaxremat.search.compiles import Compiles
 from jaxremat.trial.details import PlannedLayout, TriedStep
@@ -182,8 +182,9 @@ def _by_layer(policy: Policy, kinds: Sequence[EqualLayers]) -> tuple[str, ...]:
         return tuple(
             f"{kind.prefix.rstrip('/')}: {for_kind(policy, kind)}" for kind in kinds for _ in range(kind.num_layers)
         )
-    layers = range(kinds[0].num_layers)
-    return tuple(str(layer_policy(policy, i) if isinstance(policy, Mix) else policy) for i in layers)
+    num_layers = kinds[0].num_layers
+    group = (policy,) if policy.recomputes_groups else policy.layers(num_layers)
+    return tuple(str(group[i % len(group)]) for i in range(num_layers))
 
 
 def answer_largest(

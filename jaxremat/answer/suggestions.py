@@ -101,9 +101,7 @@ def _steps_that_fit(
         chunked = trials.with_loss("chunked")
         chunks = [chunked] if trials.factory.facts(trials.train).loss == "full" else []
         num_layers = 0 if is_step else trials.factory.num_layers()
-        thriftier = [
-            other for other in _thriftier(policy) if num_layers > 1 or (num_layers and not isinstance(other, Every))
-        ]
+        thriftier = [other for other in _thriftier(policy) if num_layers > 1 or (num_layers and not other.recomputes_groups)]
         kinds = [[_Step("--loss chunked", policy, batch, other) for other in chunks]]
         kinds.append([_Step(f"--policy {other}", other, batch, trials) for other in thriftier])
         for kind in kinds:

@@ -1,4 +1,260 @@
-"""What is true of any chip."""
+"""What a chip is to the rest of the package: its names, its data, and a few functions.
+
+A `Chip` is one kind of device that JAX has a platform for, such as NVIDIA's GPUs. A target (`chips/target.py`) is one device of
+it, or several, and everything else asks `target.chip`. No module outside of `chips/` knows which maker it is. A chip of another
+maker is a module with its `Chip`, a TOML for each device, and a row in `chips/catalog.py`.
+
+This module loads no JAX, because flags are checked before JAX is imported.
+
+A TPU has its place here. What it needs, as seen with libtpu and no TPU:
+
+* `topology`: names such as `v5p:2x2x2`, two devices a chip on some, and `JAX_PLATFORMS=cpu` beside `TPU_SKIP_MDS_QUERY=1`.
+* Another rule of what fits. XLA itself compares the bytes with the device's, and rejects a program that is too large with the
+  bytes that it needs. So the rejection is an answer and not an error, and no field of the memory analysis is that number.
+  `CompiledMemory.total_bytes` is the rule of GPUs and CPUs.
+* Predicted times: each fusion has `estimated_cycles` in its `backend_config`. Attention kernels and collectives have none.
+* Fused attention: splash attention, a `tpu_custom_call` whose results have a checkpoint name of their own.
+* Options of its own. They change what fits, and a program with them takes minutes to compile.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from jaxremat.errors import JaxrematError, TargetError
+
+if TYPE_CHECKING:
+    from jaxremat.chips.speed import DeviceSpeed
+    from jaxremat.mesh.axes import MeshShape
 
 #: The share of a device's memory that JAX's allocator takes by default.
 MEM_FRACTION = 0.75
+MOST_MEMORY = 2**42  #: The most bytes that a device may be described with.
+#: The values of `--attention`: chosen by a trial compile, XLA's own, or the fused attention of a chip.
+Attention = Literal["auto", "xla", "cudnn"]
+#: The kernels that run a step's matmuls: those that the autotuner chose on the device, a library's, or Triton fusions with
+#: default tiles.
+Matmuls = Literal["autotuned", "cublas", "triton"]
+#: What a call of a library computes, as far as FLOPs are counted.
+CallKind = Literal[
+    "matmul",
+    "attention",
+    "attention gradient",
+    "convolution",
+    "convolution's filter gradient",
+    "convolution's input gradient",
+]
+
+
+class Description(Protocol):
+    """A device as its maker and XLA describe it. It is a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def description(self) -> str:
+        """The device in words, as JAX names its kind."""
+        ...
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Its generation, such as (9, 0)."""
+        ...
+
+    @property
+    def device_memory_size(self) -> int:
+        """Bytes of its memory."""
+        ...
+
+    @property
+    def peak_bf16_flops(self) -> int | None:
+        """Peak FLOP/s of dense bf16 matmuls. None if unknown."""
+        ...
+
+    def to_text(self) -> str:
+        """What XLA is told of the device where it isn't here."""
+        ...
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """The fused attention that JAX has for a chip.
+
+    Attributes:
+        name: the value of `--attention`, and the `implementation` of `jax.nn.dot_product_attention`.
+        title: its name in sentences.
+        primitive: JAX's primitive of the forward pass. Beside the output it gives the softmax statistics, which the backward
+            kernel reads. The statistics have no checkpoint name, so with a name on the output alone the kernel runs twice.
+            A policy that saves the results of the primitive prevents that.
+        checked_in: the folder of JAX's modules that check whether it takes some shapes.
+        takes: what it takes, in words.
+    """
+
+    name: str
+    title: str
+    primitive: str
+    checked_in: str
+    takes: str
+
+
+@dataclass(frozen=True)
+class MatmulSwitch:
+    """XLA's option that chooses the kernels of matmuls.
+
+    Attributes:
+        option: its name.
+        on: the kernels where it is set.
+        off: the kernels where it isn't.
+        autotune: the option that says how much is tried out on a device that is here. `0` is nothing.
+    """
+
+    option: str
+    on: Matmuls
+    off: Matmuls
+    autotune: str
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """XLA's options for a chip, by what they are for.
+
+    Attributes:
+        deviceless: set where the device isn't here.
+        repeatable: set so that each process computes the same bits.
+        tuned_folder: the name of the one with the folder in which the autotuner's choices are stored.
+        kernel_cache: the name of the one with the file in which compiled kernels are stored.
+        matmuls: the one that chooses the kernels of matmuls.
+        presets: the options of each `--xla-preset`, by its name.
+    """
+
+    deviceless: Mapping[str, Any] = field(default_factory=dict)
+    repeatable: Mapping[str, Any] = field(default_factory=dict)
+    tuned_folder: str | None = None
+    kernel_cache: str | None = None
+    matmuls: MatmulSwitch | None = None
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Chip(ABC):
+    """One kind of device. There is one value of each kind, in `chips/catalog.py`.
+
+    Attributes:
+        platform: JAX's name of the platform to lower for.
+        title: a device of it, in sentences.
+        is_gpu: whether XLA's compiler of GPUs compiles for it.
+        attention: the fused attention that `--attention auto` looks for. `attention_obstacle` says where it can't run.
+        options: XLA's options.
+        calls: what the calls of libraries compute, by the beginning of their target (a regular expression). The first counts.
+        with_workspace: the targets of calls whose last result may be a workspace (a regular expression), or None.
+        outside: what a process takes of a device beside the allocator's pool, in words.
+        outside_needed: how much that is on a mesh, as far as it is known, in words.
+    """
+
+    platform: str
+    title: str
+    is_gpu: bool
+    attention: FusedAttention
+    options: CompilerOptions = CompilerOptions()
+    calls: Sequence[tuple[str, CallKind]] = ()
+    with_workspace: str | None = None
+    outside: str = ""
+    outside_needed: str = ""
+
+    @abstractmethod
+    def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
+        """What devices of a generation lack that the fused attention needs. Empty if nothing."""
+
+    def lacks_bf16(self, capability: tuple[int, int] | None) -> bool:
+        """Whether devices of a generation have no matmuls of bfloat16."""
+        return False
+
+    def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
+        """The error of what must be installed for the chip and isn't; None for other words.
+
+        Args:
+            text: XLA's words.
+            first_line: the first line of them, shortened.
+            is_here: whether the device is.
+        """
+        return None
+
+    def rejection(self, text: str) -> tuple[str, str] | None:
+        """The cause and the next step of a program that the chip can't run, by XLA's words.
+
+        None if they aren't known.
+        """
+        return None
+
+    # Devices that are here.
+
+    @abstractmethod
+    def is_here(self) -> bool:
+        """Whether this machine has the driver. The file system alone is read, before JAX is set up."""
+
+    @abstractmethod
+    def attached(self) -> list[Any]:
+        """JAX's devices, also those of other processes that run with this one.
+
+        Empty if JAX has none.
+        """
+
+    def models(self) -> list[str]:
+        """The models of the devices that the driver lists. The file system alone is read."""
+        return []
+
+    def capability_of(self, device: Any) -> tuple[int, int] | None:
+        """The generation of a device of JAX's."""
+        return None
+
+    def speed_of_kind(self, device_kind: str, mesh: "MeshShape | None") -> "DeviceSpeed | None":
+        """The rates of a device that is here. None if they aren't known."""
+        return None
+
+    def none_attached(self, deviceless: str) -> TargetError:
+        """The error of `--target gpu` where JAX sees none.
+
+        `deviceless` is a target that can be compiled for instead.
+        """
+        raise NotImplementedError(self.title)
+
+    # Devices that aren't here.
+
+    def names(self) -> tuple[str, ...]:
+        """The names of those that can be compiled for."""
+        return ()
+
+    def describe(self, name_or_path: str) -> tuple[str, Description]:
+        """The name that records show, and the description, of a bundled device or of a text file.
+
+        Raises:
+            TargetError: there is no such name or file, or its text is damaged.
+        """
+        raise NotImplementedError(self.title)
+
+    def check_installed(self) -> None:
+        """Checks that what compiling for devices that aren't here needs is installed.
+
+        Raises:
+            MissingDependencyError: something isn't. The message names it.
+        """
+        return
+
+    def topology(self, name: str, text: str, shape: "MeshShape") -> Sequence[Any]:
+        """JAX's devices for those of a description, on a mesh.
+
+        Raises:
+            TargetError: JAX is set up in a way that excludes them, or XLA rejects the description.
+        """
+        raise NotImplementedError(self.title)
+
+    def text_with_pool(self, text: str, pool_bytes: int) -> str:
+        """The text of a device on which XLA acts as on one whose allocator has `pool_bytes`."""
+        return text
+
+    def speed(self, described: Any, mesh: "MeshShape | None" = None) -> "DeviceSpeed | None":
+        """The rates of a described device, from which times are predicted.
+
+        None if one that is needed isn't known.
+        """
+        return None

@@ -10,20 +10,19 @@ from pathlib import Path
 
 from jaxremat.errors import MissingDependencyError
 
+#: The packages that bring XLA's compiler of GPUs to JAX.
+PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 #: The wheels of the `aot` extra. Besides JAX, deviceless compilation needs only these.
 AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
-
-PACKAGES = (
-    "jaxremat",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "jax-cuda13-plugin",
-    "jax-cuda12-plugin",
-    "nvidia-cudnn-cu13",
-    "nvidia-cuda-nvcc",
-)
+#: The packages whose versions change the compiled program.
+COMPILERS = ("jax", "jaxlib", "flax", "optax", *PLUGINS, "nvidia-cudnn-cu13")
+PACKAGES = ("jaxremat", *COMPILERS, "nvidia-cuda-nvcc")
+#: The programs that XLA may find on the PATH.
+TOOLS = ("ptxas", "nvlink")
+#: The beginnings of the variables of the environment that makers' libraries read.
+VARIABLES = "CUDA|CUDNN|CUBLAS|NVIDIA"
+#: Those among them that only say which devices a process sees.
+DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 
 
 def check_aot_wheels() -> None:

@@ -35,6 +35,19 @@ SEVERAL_GPUS = (-0.06, 0.36)
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """How a library sends: seconds to begin and of a hop, and its bandwidth.
+
+    Hops are inside a node or between nodes. The bandwidth is a share of the link's.
+    """
+
+    base_s: float
+    node_hop_s: float
+    network_hop_s: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Links:
     """What connects the devices of a mesh.
 
@@ -44,12 +57,14 @@ class Links:
         node_bytes_per_s: Bytes that a device sends to others of its node in a second.
         network_bytes_per_s: Bytes that a device sends to other nodes in a second. None if that isn't known.
         order: For each device in the order of the program's, its number. Empty where both are the same.
+        protocols: How the library of collectives may send. It takes the fastest.
     """
 
     num_devices: int
     devices_of_node: int
     node_bytes_per_s: float
     network_bytes_per_s: float | None
+    protocols: tuple[Protocol, ...]
     order: tuple[int, ...] = ()
 
     def node_of(self, device: int) -> int:

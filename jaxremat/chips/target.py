@@ -3,24 +3,18 @@
 For example, `load_target("h100-80gb")` gives a deviceless target, and `load_target("gpu")` gives the attached GPU. With a
 mesh, the target is several equal devices.
 
-No other module uses JAX's topologies. Deviceless compilation needs the wheels of the `aot` extra. It also needs a process in
-which JAX was set to use the CPU before JAX's first backend started. The commands set this themselves. A user of the Python
-API who hasn't set it gets an error that says so.
+What a target's kind of device is to the rest of the package is `Target.chip`.
 """
 
-import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
-from jax.experimental import topologies
 
-from jaxremat.chips.chip import MEM_FRACTION
-from jaxremat.chips.installed import check_aot_wheels
-from jaxremat.chips.nvidia.calibration import load_calibration
-from jaxremat.chips.nvidia.gpu import DEFAULT_DEVICELESS, GpuDescription, gpu_of_kind, load_gpu, nvidia_driver
-from jaxremat.chips.speed import DeviceSpeed, Links
+from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, chip_of
+from jaxremat.chips.chip import MEM_FRACTION, Chip
+from jaxremat.chips.cpu import CPU
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import TargetError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
@@ -37,10 +31,11 @@ class Target:
     Attributes:
         name: the name of `--target`, or that of the text file that describes the GPU.
         kind: `attached` for a GPU of this machine, `cpu`, or `deviceless` for a GPU that isn't here.
+        chip: the kind of device, and what it is to XLA and to JAX.
         device: JAX's device, or the first one of `mesh` that this process has. A deviceless one can only be compiled for.
         description: the device in words.
         memory_bytes: bytes of one device's memory; for an attached GPU the limit of JAX's allocator. None if unknown.
-        compute_capability: of an NVIDIA GPU, such as (9, 0). None for a CPU, or if unknown.
+        compute_capability: of a GPU, such as (9, 0). None for a CPU, or if unknown.
         speed: the rates of one device, from which times are predicted. None if they aren't known.
         mesh: the devices as a mesh of JAX's. None for one device.
         mesh_shape: the sizes of the mesh's axes.
@@ -50,6 +45,7 @@ class Target:
 
     name: str
     kind: Literal["attached", "cpu", "deviceless"]
+    chip: Chip
     device: Any
     description: str
     memory_bytes: int | None
@@ -61,12 +57,9 @@ class Target:
     pool_bytes: int | None = None
 
     @property
-    def is_before_ampere(self) -> bool:
-        """Whether it is a GPU of a compute capability below 8.0.
-
-        Such a GPU has no bfloat16 in its tensor cores, and no fused attention.
-        """
-        return self.compute_capability is not None and self.compute_capability < (8, 0)
+    def lacks_bf16(self) -> bool:
+        """Whether the device has no matmuls of bfloat16."""
+        return self.chip.lacks_bf16(self.compute_capability)
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -98,11 +91,6 @@ class Target:
         several = {"num_processes": self.num_processes} if self.num_processes > 1 else {}
         return {"mesh": self.mesh_shape.as_data(), **several} if self.mesh else {}
 
-    @property
-    def platform(self) -> Literal["cuda", "cpu"]:
-        """JAX's name for the platform to lower for."""
-        return "cpu" if self.kind == "cpu" else "cuda"
-
 
 def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Target:
     """Loads a target by its name.
@@ -118,28 +106,15 @@ def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Targe
     """
     if name == "cpu":
         return _cpu(mesh)
-    if name == "gpu" or (name is None and mesh is None and attached_gpus()):
-        return _attached(mesh)
-    return _deviceless(*load_gpu(name or DEFAULT_DEVICELESS), mesh)
-
-
-def attached_gpus() -> list[Any]:
-    """JAX's NVIDIA GPUs, also those of the other processes that run with this one.
-
-    Empty if JAX has none.
-    """
-    if not nvidia_driver():
-        return []
-    try:
-        return jax.devices("cuda")
-    except RuntimeError:
-        return []
+    if name == "gpu" or (name is None and mesh is None and ATTACHED.attached()):
+        return _attached(ATTACHED, mesh)
+    return _deviceless(name or DEFAULT_DEVICELESS, mesh)
 
 
 def _cpu(shape: MeshShape | None) -> Target:
-    devices = jax.devices("cpu")
+    devices = CPU.attached()
     if shape is None:
-        return Target("cpu", "cpu", devices[0], "this machine's CPU", None, None, None)
+        return Target("cpu", "cpu", CPU, devices[0], "this machine's CPU", None, None, None)
     mesh = _mesh_here(
         "cpu",
         devices,
@@ -148,7 +123,7 @@ def _cpu(shape: MeshShape | None) -> Target:
         f"machine, such as --target {DEFAULT_DEVICELESS}",
     )
     whose = "this machine's CPU" if jax.process_count() == 1 else "the processes' CPUs"
-    return Target("cpu", "cpu", mesh.local_devices[0], f"devices of {whose}", None, None, None, mesh, shape)
+    return Target("cpu", "cpu", CPU, mesh.local_devices[0], f"devices of {whose}", None, None, None, mesh, shape)
 
 
 def _mesh_here(name: str, devices: list[Any], shape: MeshShape, next_step: str) -> jax.sharding.Mesh:
@@ -170,52 +145,44 @@ def _mesh_here(name: str, devices: list[Any], shape: MeshShape, next_step: str) 
     return make_mesh(devices[: shape.num_devices], shape)
 
 
-def _attached(shape: MeshShape | None = None) -> Target:
-    devices = attached_gpus()
+def _attached(chip: Chip, shape: MeshShape | None = None) -> Target:
+    devices = chip.attached()
     if not devices:
-        driver = nvidia_driver()
-        raise TargetError(
-            "--target gpu was requested, and JAX sees no NVIDIA GPU",
-            cause="jax has no CUDA plugin here, or JAX_PLATFORMS hides it"
-            if driver
-            else "this machine has no NVIDIA driver",
-            next_step=(
-                'pip install "jaxremat[cuda13]" (or cuda12)'
-                if driver
-                else f"name a GPU to compile for without having it, such as --target {DEFAULT_DEVICELESS}, or --target cpu"
-            ),
-        )
+        raise chip.none_attached(DEFAULT_DEVICELESS)
     elsewhere = f"name GPUs to compile for without having them, such as --target {DEFAULT_DEVICELESS}"
     mesh = _mesh_here("gpu", devices, shape, elsewhere) if shape else None
     here = list(mesh.local_devices) if mesh else devices[:1]
     device = here[0]
-    major, _, minor = str(device.compute_capability).partition(".")
     limits = [(one.memory_stats() or {}).get("bytes_limit") for one in here]
     return Target(
         name=device.device_kind.replace(" ", "-").lower(),
         kind="attached",
+        chip=chip,
         device=device,
         description=device.device_kind,
         memory_bytes=min((limit for limit in limits if limit is not None), default=None),
-        compute_capability=(int(major), int(minor)),
-        speed=_speed_of_kind(device.device_kind, shape),
+        compute_capability=chip.capability_of(device),
+        speed=chip.speed_of_kind(device.device_kind, shape),
         mesh=mesh,
         mesh_shape=shape or MeshShape(),
     )
 
 
-def _deviceless(name: str, gpu: GpuDescription, mesh: MeshShape | None = None) -> Target:
-    check_aot_wheels()
-    text = gpu.to_text()
-    devices = _described_devices(name, text, mesh or ONE_DEVICE)
+def _deviceless(name_or_path: str, mesh: MeshShape | None = None) -> Target:
+    chip = chip_of(name_or_path)
+    name, described = chip.describe(name_or_path)
+    chip.check_installed()
+    text = described.to_text()
+    devices = chip.topology(name, text, mesh or ONE_DEVICE)
     return Target(
         name,
         "deviceless",
+        chip,
         devices[0],
-        gpu.description,
-        gpu.device_memory_size,
-        gpu.compute_capability,
-        speed_of(gpu, mesh),
+        described.description,
+        described.device_memory_size,
+        described.compute_capability,
+        chip.speed(described, mesh),
         make_mesh(devices, mesh) if mesh else None,
         mesh or ONE_DEVICE,
         text,
@@ -227,77 +194,20 @@ def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
 
     It is `target` itself if its GPU is here.
 
-    XLA's own rematerialization acts at the pool's size on a GPU that is here, and at 0.8 of the GPU's memory on one that isn't.
-    So XLA is told of a GPU whose memory is the pool / 0.8. All else stays, `memory_bytes` too.
+    XLA's own rematerialization acts at the pool's size. So XLA is told of a GPU on which it acts there
+    (`Chip.text_with_pool`). All else stays, `memory_bytes` too.
 
     Args:
         target: the target.
         pool_bytes: the size of the pool. None takes the share of the GPU's memory that JAX's allocator takes by default, and a
             target with a pool as it is.
-
-    References:
-        XLA, `GetSchedulerMemoryLimit` in `xla/service/gpu/gpu_hlo_schedule.cc`.
     """
     has_pool = target.pool_bytes is not None and pool_bytes in (None, target.pool_bytes)
     if target.kind != "deviceless" or target.memory_bytes is None or has_pool:
         return target
     pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
-    text = re.sub(r"(device_memory_size\s*:\s*)\d+", rf"\g<1>{math.ceil(pool_bytes / 0.8)}", target.text)
-    devices, shape = _described_devices(target.name, text, target.mesh_shape), target.mesh_shape
+    text = target.chip.text_with_pool(target.text, pool_bytes)
+    devices, shape = target.chip.topology(target.name, text, target.mesh_shape), target.mesh_shape
     assert isinstance(shape, MeshShape), "a workload makes its mesh of the devices of the pool"
     mesh = make_mesh(devices, shape) if target.mesh else None
     return replace(target, device=devices[0], mesh=mesh, text=text, pool_bytes=pool_bytes)
-
-
-def _described_devices(name: str, text: str, shape: MeshAxes) -> Any:
-    """JAX's devices for GPUs that aren't here, of a description.
-
-    Raises:
-        TargetError: JAX is set up in a way that excludes them, or XLA rejects the description.
-    """
-    layout = f"{shape.nodes}x1x{shape.num_devices // shape.nodes}"
-    try:
-        return topologies.get_topology_desc(name, platform="cuda", target_config=text, topology=layout).devices
-    except NotImplementedError:
-        raise TargetError(
-            f"target {name!r} cannot be compiled for in this process",
-            cause="JAX's CUDA plugin gave up for want of a GPU: JAX wasn't told beforehand to use the CPU; or for a variable",
-            next_step='set JAX_PLATFORMS=cpu before importing jax (tests: os.environ["JAX_PLATFORMS"] = "cpu" in conftest.py); '
-            "python -m jaxremat doctor looks at all variables",
-        ) from None
-    except jax.errors.JaxRuntimeError as error:
-        raise TargetError(
-            f"XLA refused target {name!r}: {str(error).splitlines()[0]}",
-            cause="the target text has a field that this version of XLA doesn't know",
-            next_step="write a fresh file with --dump-target FILE, or use a bundled target",
-        ) from None
-
-
-def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
-    """The rates of predicted times; None if the peak or a used link's bandwidth is unknown."""
-    if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
-        return None
-    links = None
-    if mesh is not None:
-        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and gpu.network_bandwidth is None):
-            return None
-        of_node = mesh.num_devices // mesh.nodes
-        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth)
-    return DeviceSpeed(
-        bf16_flops=gpu.peak_bf16_flops,
-        f32_flops=gpu.peak_bf16_flops / 2,  # TF32, XLA's default for float32 matmuls
-        bandwidth_bytes_per_s=gpu.memory_bandwidth,
-        host_link_bytes_per_s=gpu.host_link_bandwidth,
-        clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
-        calibration=load_calibration(gpu.compute_capability),
-        links=links,
-    )
-
-
-def _speed_of_kind(device_kind: str, mesh: MeshShape | None = None) -> DeviceSpeed | None:
-    """The speed of attached GPUs that are bundled ones; None for other GPUs.
-
-    MFU and the predicted time need the speed.
-    """
-    name = gpu_of_kind(device_kind)
-    return speed_of(load_gpu(name)[1], mesh) if name else None

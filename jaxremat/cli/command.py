@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeVar
 
-from jaxremat.chips.nvidia.gpu import nvidia_driver, target_name
+from jaxremat.chips.catalog import driver_here, target_name
 from jaxremat.cli.machine.blame import blamed
 from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.parser import parse_argv
@@ -148,7 +148,7 @@ def leave_memory_to_others(flags: StepFlags) -> dict[str, str]:
 
 
 def _may_use_gpu(flags: StepFlags) -> bool:
-    return nvidia_driver() and target_name(flags.target, on_mesh=flags.on_mesh) == "gpu"
+    return driver_here() and target_name(flags.target, on_mesh=flags.on_mesh) == "gpu"
 
 
 def keep_stdout_for_records(others: int = 2) -> None:

@@ -21,7 +21,6 @@ from cyclopts import Parameter
 from jaxremat.cli.command import step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.session.flags import StepFlags
@@ -44,7 +43,7 @@ class ExplainFlags(StepFlags):
     """Who holds the memory.
 
     Compiles the training step under each policy at each batch (by default 32, or the batch of a workload of your own), and says
-    who holds the bytes at its peak, in numbers that add up to XLA's total: on an attached NVIDIA GPU, or for a GPU that isn't
+    who holds the bytes at its peak, in numbers that add up to XLA's total: on an attached GPU, or for a GPU that isn't
     in this machine.
     """
 
@@ -79,19 +78,14 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
         raise UsageError(f"--top got {flags.top}", allowed="0 or more", next_step="leave it out for the default")
     if flags.redact and not flags.page:
         raise UsageError("--redact is about --page, which wasn't given", next_step="add --page report.html")
-    request = check_step(flags)
-    if request.meshes:
-        raise UsageError(
-            "--mesh auto compares meshes in jaxremat.run, and explain takes one mesh",
-            next_step="--mesh fsdp=8, or another mesh",
-        )
+    request = check_step(flags, one_mesh="explain takes one mesh")
     if any(isinstance(requested.policy, Auto) for requested in request.policies):
         raise UsageError(
             "--policy auto is planned by jaxremat.run, and explain takes policies",
             next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
         )
-    if request.batches or not isinstance(request.model, ModelConfig):
-        return request  # a workload of the user's own says itself which batch it is written for
+    if request.batches or request.model.has_own_batch:
+        return request
     return replace(request, batches=(DEFAULT_BATCH,))
 
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxremat.chips.installed import check_aot_wheels, versions
-from jaxremat.chips.nvidia.gpu import attached_models, load_gpu, target_name
+from jaxremat.chips.catalog import ATTACHED, PRESETS, check_installed, describe, target_name
+from jaxremat.chips.installed import versions
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
 from jaxremat.errors import UsageError, alone, both, reject
@@ -28,10 +28,7 @@ from jaxremat.session.request import Auto, Request, changed_fields, check_run, w
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import content_key
-from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
-from jaxremat.workload.source import source_hash as source_hash_of_user
-from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent.parent
 ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
@@ -79,7 +76,7 @@ def sweep_trials(flags: SweepFlags) -> list[SweepTrial]:
     targets, lengths, batches = flags.target or (None,), flags.training.seq_len or (None,), flags.batch or (None,)
     for target in targets:
         if target not in (None, "gpu", "cpu"):
-            load_gpu(target)
+            describe(target)
     basis, around = run_flags(flags), surroundings()
     trials, checked = dict[str, SweepTrial](), list[tuple[Sequence[Any], Checked]]()
     choices = lengths, flags.policy or ("dots",), flags.xla_preset or ("default",), batches
@@ -92,8 +89,8 @@ def sweep_trials(flags: SweepFlags) -> list[SweepTrial]:
         checked.append((one, (trial, error)))
         trials.setdefault(trial.key, replace(trial, seq_len=length if len(lengths) > 1 else None))
     check_some_valid(checked)
-    if not all(_measures(replace(basis, target=target)) for target in targets):
-        check_aot_wheels()
+    on = (target_name(target, on_mesh=basis.on_mesh) for target in targets)
+    check_installed(target for target in on if target not in ("gpu", "cpu"))
     return list(trials.values())[shard - 1 :: num_shards]
 
 
@@ -164,9 +161,9 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
     elif isinstance(one.policy, PlanFile):
         policy = str(one.policy.policy), one.policy.loss, one.policy.layout, one.policy.batch
     target = target_name(flags.target, on_mesh=flags.on_mesh)
-    measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": attached_models()}
+    measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": ATTACHED.models()}
     return {
-        "model": asdict(model) | ({"source": source_hash_of_user(model.spec)} if isinstance(model, GivenModel) else {}),
+        "model": {**model.config, **({"source": model.source_hash()} if model.source_hash else {})},
         "train": asdict(request.train),
         "policy": policy,
         "batch": request.batches,
@@ -174,7 +171,7 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
         "global_batch": flags.global_batch,
         "budget": request.budget_bytes if request.budget_bytes is not None else flags.mem_fraction,
         "headroom": flags.headroom,
-        "target": (target, measured) if _measures(flags) else asdict(load_gpu(target)[1]),
+        "target": (target, measured) if _measures(flags) else asdict(describe(target)[1]),
         "mesh": [asdict(mesh) for mesh in (request.meshes or (request.mesh,)) if mesh],
         "is_mesh_auto": bool(request.meshes),
         "xla_remat": flags.xla_remat,

@@ -16,13 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.chips.installed import check_aot_wheels
-from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
+from jaxremat.chips.catalog import bundled_names, check_installed, describe
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
 from jaxremat.cli.price_file import read_prices
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
 from jaxremat.session.flags import RecommendFlags, RunFlags
 from jaxremat.session.request import MESH_AUTO, requested_model
@@ -99,7 +97,7 @@ def in_cache() -> Path:
 
 def _known_names(flags: RecommendFlags) -> list[str]:
     """The names that may have a price: the bundled GPUs, and those of requested files."""
-    return list(dict.fromkeys([*bundled_names(), *(load_gpu(name)[0] for name in _targets(flags))]))
+    return list(dict.fromkeys([*bundled_names(), *(describe(name)[0] for name in _targets(flags))]))
 
 
 def _targets(flags: RecommendFlags) -> list[str]:
@@ -115,7 +113,7 @@ def _targets(flags: RecommendFlags) -> list[str]:
                 f"--target {target} is in this machine, and GPUs to rent are compared by predicted times",
                 next_step="name it, such as --target h100-80gb; measure here with jaxremat run",
             )
-        load_gpu(target)
+        describe(target)
     return targets
 
 
@@ -136,18 +134,22 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]
         trials = {policy: trial for policy, (trial, _) in found.items()}
-        cells.append(Cell(load_gpu(target)[0], num_devices, of_cell, trials))
+        cells.append(Cell(describe(target)[0], num_devices, of_cell, trials))
     check_some_valid(checked)
-    check_aot_wheels()
+    check_installed(_targets(flags))
     return cells
 
 
 def _with_short_compiles(flags: RunFlags) -> RunFlags:
-    """The flags, for a decoder with a chunked loss and scanned layers unless others were given."""
-    if not isinstance(requested_model(flags).model, ModelConfig):
-        return flags
-    training = replace(flags.training, loss=flags.training.loss or "chunked")
-    fields = replace(flags.fields, scan_layers=True) if flags.fields.scan_layers is None else flags.fields
+    """The flags with a chunked loss and scanned layers, unless others were given.
+
+    They stay as they are for a model that has neither.
+    """
+    model, training, fields = requested_model(flags).model, flags.training, flags.fields
+    if "chunked" in model.losses and training.loss is None:
+        training = replace(training, loss="chunked")
+    if model.layouts and fields.scan_layers is None:
+        fields = replace(fields, scan_layers=True)
     return replace(flags, training=training, fields=fields)
 
 

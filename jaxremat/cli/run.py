@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
     from jaxremat.session.answers import Answering
     from jaxremat.trial.comparisons import LengthsRecord
+    from jaxremat.workload.factory import WorkloadFactory
+    from jaxremat.workload.workload import Workload
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,15 +141,15 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
     with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
-                chosen = choose_mesh(one, policy, listener)
-                place = chosen.record.seq_len, str(chosen.record.mesh)
-                if chosen.session and place not in sessions:
-                    show_heading(chosen.session, report, before=[*sessions.values()])
-                printer.mesh_chosen(chosen.record)
-                if chosen.session:
-                    sessions[place] = chosen.session
-                    answer_policy(chosen.session, chosen.session.request.policies[0], listener)
-                    chosen.session.trials.forget()
+                record, session = choose_mesh(one, policy, listener)
+                place = record.seq_len, str(record.mesh)
+                if session and place not in sessions:
+                    show_heading(session, report, before=[*sessions.values()])
+                printer.mesh_chosen(record)
+                if session:
+                    sessions[place] = session
+                    answer_policy(session, session.request.policies[0], listener)
+                    session.trials.forget()
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
     return printer.exit_code()
@@ -213,6 +215,18 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     return 0
 
 
+def _with_loss(request: Request[RunFlags]) -> "tuple[WorkloadFactory, Workload]":
+    """The factory of the model and its workload, for a list that a whole step has no part in."""
+    factory = request.model.factory(request, None, None)
+    workload = factory.at(None, request.train)
+    if workload.step is not None:
+        raise UsageError(
+            f"--list {request.flags.list} reads a loss, and {factory.name} is a whole step",
+            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
+    return factory, workload
+
+
 def names_listing(request: Request[RunFlags]) -> "Listing":
     """The checkpoint names of one layer of the model, with their bytes at the first --batch.
 
@@ -224,17 +238,11 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
 
-    factory, mesh = named_factory(request), request.mesh
-    workload = factory.at(None, request.train)
+    factory, workload = _with_loss(request)
+    mesh = request.mesh
     batch = request.batches[0] if request.batches else workload.num_samples or 1
     values = factory.layer_names(request.train, batch, abstract_mesh(mesh) if mesh else None)
-    if workload.step is not None:
-        raise UsageError(
-            f"{factory.name} is a whole step, and layers are found in a loss",
-            next_step="give the loss: Workload(loss=f, params=..., batch=...)",
-        )
     if not values:
         raise UsageError(
             f"no layers were found in {factory.name}, so that there are no names",
@@ -261,13 +269,9 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     """
     from jaxremat.config import Optimizer
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
     from jaxremat.step.optimizer import state_bytes
 
-    factory = named_factory(request)
-    workload = factory.at(None, request.train)
-    if workload.step is not None:
-        raise UsageError(f"{factory.name} is a whole step, with an optimizer inside", next_step="give its loss instead")
+    factory, workload = _with_loss(request)
     trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
     ours = replace(workload, optimizer=None)
     return lists.optimizers(factory.name, workload.num_params, {t.optimizer: state_bytes(ours, t) for t in trains})
@@ -282,17 +286,11 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
-    from jaxremat.session.workloads import named_factory
 
-    factory = named_factory(request)
-    workload = factory.at(None, request.train)
+    factory, workload = _with_loss(request)
     if request.mesh is None and workload.mesh is None:
         raise UsageError(
             "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
-        )
-    if workload.step is not None:
-        raise UsageError(
-            f"{factory.name} is a whole step, whose arguments only its author divides", next_step="give its loss"
         )
     if workload.mesh is None:
         assert request.mesh is not None, "one of the two was given"

@@ -11,8 +11,8 @@ saved).
 """
 
 import contextlib
+import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from jaxremat.chips.nvidia.gpu import DEFAULT_DEVICELESS, nvidia_driver
+from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, driver_here
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.config import ModelConfig, Objective, divisors
+from jaxremat.config import Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -34,7 +34,7 @@ from jaxremat.session.request import Auto, Request, RequestedPolicy, check_step
 from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
-from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
+from jaxremat.trial.plan_file import PlanFile, load_plan, plan_of, plan_text
 from jaxremat.trial.record import PlanRecord
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ TOKENS = {"cpu": 4096, "attached": 32_768}
 class TrainRunFlags(ProcessFlags, StepFlags):
     """Train a model under a rematerialization policy or a plan.
 
-    On the attached NVIDIA GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
+    On the attached GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
     your own. A policy changes the memory and the time of a step, and nothing that is learnt.
     """
 
@@ -79,7 +79,7 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     eval_batches: Annotated[int, Parameter(metavar="N")] = 10
     """Batches of an evaluation, the same ones each time."""
     sample_tokens: Annotated[int, Parameter(metavar="N")] = 120
-    """Bytes of text that a decoder writes before and after the training. 0 for none."""
+    """Bytes of text that the model writes before and after the training. 0 for none."""
     on_nan: Literal["stop", "continue"] = "stop"
     """What a loss that is no finite number does to the run."""
     fresh: Annotated[bool, Parameter(parse=False)] = False
@@ -121,23 +121,17 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
             allowed="gpu, cpu",
             next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
         )
-    flags = replace(flags, target=flags.target or ("gpu" if nvidia_driver() else "cpu"))
+    flags = replace(flags, target=flags.target or ("gpu" if driver_here() else "cpu"))
     is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
     step_flags = replace(flags, training=replace(flags.training, clip_norm=None)) if is_unclipped else flags
-    request = replace(check_step(step_flags), flags=flags)
-    if request.meshes:
-        raise UsageError(
-            "--mesh auto compares meshes in jaxremat.run, and a training has one mesh",
-            next_step="--mesh fsdp=8, or another mesh",
-        )
+    request = replace(check_step(step_flags, one_mesh="a training has one mesh"), flags=flags)
     for flag, values in {"--policy": request.policies, "--batch": request.batches}.items():
         if len(values) > 1:
             raise UsageError(
                 f"{flag} got {len(values)} values, and a training has one policy, one set of XLA's flags and one batch",
                 next_step=f"give one {flag}, or a run for each with a --run-dir of its own",
             )
-    named = request.model.name if isinstance(request.model, ModelConfig) else ""
-    defaults = DEFAULTS | OF_PRESET.get(named, {})
+    defaults = DEFAULTS | OF_PRESET.get(request.model.name, {})
     if is_unclipped:
         defaults["clip_norm"] = None
     if request.train.schedule != "constant":
@@ -188,7 +182,7 @@ def _train(
             plan = load_plan(str(folder.plan))
         else:
             new_plan = planned_now(request, requested, target, progress)
-            plan = as_loaded(new_plan)
+            plan = plan_of("plan.json", json.loads(plan_text(new_plan)))
         request = replace(request, policies=(replace(requested, policy=plan),))
     session = Session.of(request, target)
     (requested,) = session.request.policies
@@ -208,10 +202,10 @@ def _train(
         if new_plan:
             folder.keep(folder.plan, plan_text(new_plan))
     printer = TrainingPrinter(report, progress, flags.num_steps)
-    settings = trials.train_at(batch)
+    write_text = trials.workload_at().write_text
 
     def sampled(params: Any) -> str:
-        return trials.factory.sampled(params, settings, flags.sample_tokens) if flags.sample_tokens else ""
+        return write_text(params, flags.sample_tokens) if write_text and flags.sample_tokens else ""
 
     def began(step: int, params: Any) -> None:
         printer.began(step, "" if step else sampled(params))
@@ -233,13 +227,13 @@ def _train(
 
 
 def with_default_batch(request: Request[TrainRunFlags], target: "Target") -> Request[TrainRunFlags]:
-    """The request with a batch, if none was given and the model is a decoder.
+    """The request with a batch, if none was given and the model has none of its own.
 
     On an attached GPU a plan has its own batch, and `auto` chooses one.
     """
     (requested,) = request.policies
     is_planned = isinstance(requested.policy, PlanFile | Auto)
-    if request.batches or not isinstance(request.model, ModelConfig) or (is_planned and target.kind == "attached"):
+    if request.batches or request.model.has_own_batch or (is_planned and target.kind == "attached"):
         return request
     batch = max(1, TOKENS[target.kind] // request.train.seq_len)
     if request.flags.global_batch:
@@ -260,10 +254,9 @@ def planned_now(
         DoesNotFitError: no step fits the budget.
     """
     from jaxremat.chips.target import load_target
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.session.answers import Listener, answer_policy
 
-    attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
+    attention = None if target.kind == "attached" else "xla"
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)
     session = Session.of(request, gpu, attention=attention).with_trials(measures=False)
     plans: list[PlanRecord] = []
@@ -275,14 +268,6 @@ def planned_now(
             next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
         )
     return plans[0]
-
-
-def as_loaded(plan: PlanRecord) -> PlanFile:
-    """The plan as it is read from its file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "plan.json")
-        path.write_text(plan_text(plan))
-        return load_plan(str(path))
 
 
 def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool, folder: "RunFolder | None") -> "Trials":
@@ -346,8 +331,8 @@ def run_lines(
     """What is particular to a training, for its heading."""
     flags = request.flags
     (requested,) = request.policies
-    if flags.target == "cpu" and not nvidia_driver():
-        yield "          no NVIDIA GPU is attached, so that the steps run on the CPU"
+    if flags.target == "cpu" and not driver_here():
+        yield f"          no {ATTACHED.title} is attached, so that the steps run on the CPU"
     if isinstance(requested.policy, PlanFile):
         planned = requested.policy.proven
         yield f"policy    {policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jaxremat.chips.nvidia.outside import reading_or_none
+from jaxremat.chips.outside import reading_or_none
 from jaxremat.cli.command import set_up_process
 from jaxremat.cli.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.errors import CompileError, JaxrematError, UsageError
@@ -72,11 +72,10 @@ def _answer(request: Request) -> Result:
 
     listener = Listener((records := list[Record]()).append, progress=_show, note=note)
     if request.meshes:
-        chosen = choose_mesh(request, request.policies[0], listener)
-        records.append(chosen.record)
-        if chosen.session is None:
+        record, session = choose_mesh(request, request.policies[0], listener)
+        records.append(record)
+        if session is None:
             return Result(outcome="ok", records=tuple(records))
-        session = chosen.session
     else:
         session = Session.of(request, load_target(request.flags.target, request.mesh))
     target = session.trials.target
@@ -102,12 +101,10 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
     """
     from jaxremat.chips.target import load_target
     from jaxremat.config import TrainConfig
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse
 
     before = reading_or_none() if request.flags.target != "cpu" else None
-    attention = AttentionChoice(trial.attention, "") if trial.attention else None
-    session = Session.of(request, load_target(request.flags.target, request.mesh), attention=attention)
+    session = Session.of(request, load_target(request.flags.target, request.mesh), attention=trial.attention)
     session = session.with_trials(
         train=msgspec.convert(trial.config["train"], TrainConfig),
         budget_bytes=trial.budget_bytes,

@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
+from jaxremat.chips.catalog import ATTACHED
+from jaxremat.chips.chip import Attention
 from jaxremat.errors import UsageError, bad_value, both
 
-Attention = Literal["auto", "xla", "cudnn"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 #: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
 Dispatch = Literal["dense", "ragged"]
@@ -130,7 +131,9 @@ class ModelConfig:
     dropout: float = _help(0.0, "rate on embeddings and on both residual branches")
     dtype: Dtype = _help("bfloat16", "compute dtype")
     param_dtype: Dtype = _help("float32", "parameter dtype")
-    attention: Attention = _help("auto", "auto takes cuDNN's fused kernel where it compiles for the target")
+    attention: Attention = _help(
+        "auto", f"auto takes {ATTACHED.attention.title}'s fused kernel where it compiles for the target"
+    )
     scan_layers: bool = _help(
         True,
         "layers scanned over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",

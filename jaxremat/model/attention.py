@@ -1,14 +1,14 @@
-"""Which attention a run takes: cuDNN's fused kernel where that runs, else XLA's.
+"""Which attention a run takes: the chip's fused kernel where that runs, else XLA's.
 
-A trial compile finds out whether cuDNN runs: the gradient of one attention, with the model's heads and the run's sequence
-length, is compiled for the target. That takes about a second. JAX and cuDNN each have a check of their own, and JAX's looks
-at the GPU in this machine instead of the target. The trial compile goes through both checks, as the step will.
+A trial compile finds out whether the fused kernel runs: the gradient of one attention, with the model's heads and the run's
+sequence length, is compiled for the target. That takes about a second. JAX and the kernel's library each have a check of their
+own, and JAX's looks at the GPU in this machine instead of the target. The trial compile goes through both checks, as the step
+will.
 
-    AttentionChoice("cudnn", "it compiles for this target and these shapes")
-    AttentionChoice("xla", "cuDNN can't: the target is a CPU")
+    AttentionChoice(fused.name, "it compiles for this target and these shapes")   # fused = target.chip.attention
+    AttentionChoice("xla", f"{fused.title} can't: the target is a CPU")
 
-JAX's attention by XLA requests products of bfloat16 that a GPU below compute capability 8.0 lacks. `xla_attention` has XLA's
-default products there.
+JAX's attention by XLA requests products of bfloat16 that some GPUs lack. `xla_attention` has XLA's default products there.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxremat.policy.offload import traces_for_gpu
 from jaxremat.policy.program import Equation, bind_equation, eval_program, flatten
 from jaxremat.xla.compile import lower_and_compile
 
-#: How far up and down a length that cuDNN runs is looked for.
+#: How far up and down a length that the fused kernel runs is looked for.
 _FAR = 64
 
 
@@ -49,11 +49,11 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         target: what the step is compiled for.
 
     Raises:
-        UsageError: `cudnn` was requested by name where it cannot run; the message names nearby lengths that it runs. Or the
-            model computes in float16 on a CPU.
-        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        UsageError: the fused attention was requested by name where it cannot run; the message names nearby lengths that it
+            runs. Or the model computes in float16 on a CPU.
+        MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
-    if target.platform == "cpu" and config.dtype == "float16":
+    if not target.chip.is_gpu and config.dtype == "float16":
         raise UsageError(
             "--dtype float16 was given, and the target is a CPU",
             cause="JAX's attention takes products of float16 that XLA has for GPUs alone",
@@ -61,28 +61,31 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
         )
     if config.attention == "xla":
         return AttentionChoice("xla", "asked for")
-    of_shapes = _target_obstacle(target) or _model_obstacle(config, seq_len)
-    obstacle = of_shapes or _cudnn_obstacle(config, seq_len, target)
+    fused = target.chip.attention
+    of_shapes = target.chip.attention_obstacle(target.compute_capability) or _model_obstacle(config, seq_len)
+    if config.attention not in ("auto", fused.name):
+        of_shapes = f"the target's fused attention is {fused.name}"
+    obstacle = of_shapes or _compile_obstacle(config, seq_len, target)
     if config.attention == "auto":
         if obstacle:
-            return AttentionChoice("xla", f"cuDNN can't: {obstacle}")
-        return AttentionChoice("cudnn", "it compiles for this target and these shapes")
+            return AttentionChoice("xla", f"{fused.title} can't: {obstacle}")
+        return AttentionChoice(fused.name, "it compiles for this target and these shapes")
     if not obstacle:
-        return AttentionChoice("cudnn", "asked for")
+        return AttentionChoice(fused.name, "asked for")
     lengths = [] if of_shapes else list(_lengths_that_do(config, seq_len, target))
     longer = (
         " (with --max-seq-len)" if config.positions == "learned" and max(lengths, default=0) > config.max_seq_len else ""
     )
     next_step = f"--seq-len {' or '.join(map(str, lengths))}{longer}, or " if lengths else ""
     raise UsageError(
-        "--attention cudnn cannot run here",
+        f"--attention {config.attention} cannot run here",
         cause=obstacle,
-        next_step=f"{next_step}--attention auto, which takes cuDNN where it can run",
+        next_step=f"{next_step}--attention auto, which takes {fused.title} where it can run",
     )
 
 
 def traced_attention(config: ModelConfig, seq_len: int) -> str:
-    """The attention, `xla` or `cudnn`, of a layer that is traced now.
+    """The attention of a layer that is traced now: `xla`, or the chip's fused one.
 
     It is that of `choose_attention` for what the layer is compiled for: the target that jaxremat compiles for, or else JAX's
     default device. The trial compile is in a thread of its own, where JAX knows neither the trace that is under way nor a
@@ -97,8 +100,8 @@ def traced_attention(config: ModelConfig, seq_len: int) -> str:
 def xla_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **how: Any) -> jax.Array:
     """JAX's attention by XLA's kernels, in products that the traced target has.
 
-    JAX requests products of bfloat16 with sums in float32, which XLA rejects for a GPU below compute capability 8.0. There the
-    products have XLA's default precision. The names and shapes of all values stay the same.
+    JAX requests products of bfloat16 with sums in float32, which XLA rejects for a GPU without them. There the products have
+    XLA's default precision. The names and shapes of all values stay the same.
 
     Args:
         q_BTNH: the queries.
@@ -107,7 +110,7 @@ def xla_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **how
         how: further arguments of `jax.nn.dot_product_attention`.
     """
     attention = functools.partial(jax.nn.dot_product_attention, implementation="xla", **how)
-    if q_BTNH.dtype != jnp.bfloat16 or not _target_now().is_before_ampere:
+    if q_BTNH.dtype != jnp.bfloat16 or not _target_now().lacks_bf16:
         return attention(q_BTNH, k_BTKH, v_BTKH)
     arrays = (q_BTNH, k_BTKH, v_BTKH)
     return eval_program(flatten(jax.make_jaxpr(attention)(*arrays)), arrays, _bind_by_default)[0]
@@ -133,16 +136,8 @@ def _default_target(is_gpu: bool) -> Target:
     return load_target("gpu" if is_gpu else "cpu")
 
 
-def _target_obstacle(target: Target) -> str:
-    """What the target lacks that cuDNN's attention needs. Empty if it lacks nothing."""
-    if target.platform == "cpu":
-        return "the target is a CPU"
-    capability = ".".join(map(str, target.compute_capability or ()))
-    return f"fused attention needs compute capability 8.0, and the GPU has {capability}" if target.is_before_ampere else ""
-
-
 def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
-    """What the model's attention has at this length that cuDNN's kernel hasn't.
+    """What the model's attention has at this length that the fused kernel hasn't.
 
     It is empty if there is no such thing.
     """
@@ -156,19 +151,19 @@ def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
 
 
 def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Iterator[int]:
-    """The nearest length below and the nearest above that cuDNN runs.
+    """The nearest length below and the nearest above that the fused kernel runs.
 
     There is nothing where another length doesn't help.
     """
     for nearby in (range(seq_len - 1, max(0, seq_len - _FAR), -1), range(seq_len + 1, seq_len + _FAR)):
         worth_a_try = (n for n in nearby if n == nearby[0] or n % 8 == 0)
-        found = next((n for n in worth_a_try if not _cudnn_obstacle(config, n, target)), None)
+        found = next((n for n in worth_a_try if not _compile_obstacle(config, n, target)), None)
         if found:
             yield found
 
 
-def _cudnn_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
-    """Why cuDNN can't run the model's attention at this length on `target`; empty where it can."""
+def _compile_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
+    """Why the fused kernel can't run the model's attention at this length; empty where it can."""
     window = config.windows(seq_len)[0]
     return _refusal(seq_len, window, config.num_heads, config.num_kv_heads, config.head_dim, config.dtype, target)
 
@@ -176,10 +171,11 @@ def _cudnn_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
 @functools.cache
 def _refusal(seq_len: int, window: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: Target) -> str:
     local = (window - 1, 0) if window < seq_len else None
+    fused: Any = target.chip.attention.name
 
     def loss(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
         context_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=local, implementation="cudnn"
+            q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=local, implementation=fused
         )
         return context_BTNH.astype(jnp.float32).sum()
 

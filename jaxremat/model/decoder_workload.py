@@ -1,21 +1,21 @@
 """The decoder as a workload: its loss, its parameters' shapes, and text as its batches.
 
-workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="cudnn")
+workload = decoder_workload(preset("gpt2").config, TrainConfig(), batch=8, implementation="xla")
 workload.loss_with(parse("dots"))      # loss(params, tokens, key) with the layers under dots
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
-from jaxremat.config import ChunkedLoss, FullLoss, Layout, ModelConfig, TrainConfig, check, parse_loss
+from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.model.data import batches, load_text, split_text, text_hash
@@ -38,9 +38,11 @@ from jaxremat.model.transformer import (
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
 from jaxremat.policy.linen import module_layer
-from jaxremat.policy.names import NamedValue, has_names, resolve
+from jaxremat.policy.names import NamedValue, resolve
 from jaxremat.policy.spec import NONE, Policy
-from jaxremat.workload.factory import Facts, WorkloadFactory
+from jaxremat.workload.factory import WorkloadFactory
+from jaxremat.workload.own_layers import OwnLayers
+from jaxremat.workload.samples import LeafSamples, Samples
 from jaxremat.workload.workload import Workload
 
 
@@ -54,7 +56,7 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
     Args:
         model: the model.
         policy: what its layers save for the backward pass.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         loss: `full`, `chunked` or `chunked:N`. All have the same value and gradients.
     """
     decoder = Decoder(model, policy, implementation, deterministic=model.dropout == 0)
@@ -84,19 +86,15 @@ def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str
                         seq_len=targets_BT.shape[1],
                         vocab_size=model.vocab_size,
                         logit_bytes=hidden_BTD.dtype.itemsize,
-                        free_bytes=_tree_bytes(params["layers"]),
+                        free_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"])),
                     )
                 return chunked_cross_entropy(logits, kernel, hidden_BTD, targets_BT, positions)
 
     return mean_loss
 
 
-def _tree_bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def decoder_workload(
-    model: ModelConfig, train: TrainConfig, batch: int, implementation: str, data: str | None = None
+    model: ModelConfig, train: TrainConfig, batch: int, implementation: str, data: str | None = None, *, reason: str = ""
 ) -> Workload:
     """The training of the decoder on text, at `batch` sequences per microbatch.
 
@@ -104,8 +102,9 @@ def decoder_workload(
         model: the model.
         train: the sequence length and the loss, and the seed of the batches.
         batch: sequences in a microbatch.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         data: path of the text to train on. None takes the default text.
+        reason: why it is this attention, in words.
 
     Raises:
         UsageError: the model and the training don't go together (`config.check`).
@@ -118,124 +117,97 @@ def decoder_workload(
     def loss_under(policy: Policy) -> Any:
         return make_loss(model, policy, implementation, train.loss)
 
+    without_extras = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, train.loss)
+
+    def train_text(first: int = 0) -> Iterator[Any]:
+        return batches(split_text(load_text(data), train.seq_len)[0], batch, train.seq_len, train.seed, first)
+
+    def eval_text() -> Iterator[Any]:
+        text = split_text(load_text(data), train.seq_len)[1]
+        return iter(()) if text is None else batches(text, batch, train.seq_len, seed=0)
+
+    def otherwise() -> tuple[Workload, str]:
+        return decoder_workload(model, train, batch, "xla", data), "--attention xla"
+
     return Workload(
         loss=loss_under(NONE),
         loss_under=loss_under,
         params=_params(model),
         batch=jax.ShapeDtypeStruct((batch, train.seq_len + 1), jnp.int32),
         init=init,
-        batches=lambda first=0: _train_text(batch, train, data, first),
-        eval_loss=make_eval_loss(model, implementation, train.loss),
-        eval_batches=lambda: _eval_text(batch, train, data),
+        batches=train_text,
+        eval_loss=lambda params, tokens: without_extras(params, tokens, jax.random.key(0)),
+        eval_batches=eval_text,
         model_flops=model_flops(model, batch, train.seq_len),
         num_tokens=batch * train.seq_len,
         name=model.name,
         matrix_axes=matrix_axes,
         logical_axes=logical_axes,
         joined_microbatches=True,
+        samples=Samples(batch, (LeafSamples(0),)),
+        own_layers=_own_layers(model, batch, train.seq_len, implementation),
+        compute_dtype=model.dtype,
+        attention=implementation,
+        notes=(f"attention {implementation}: {reason}",),
+        data_hash=lambda: text_hash(load_text(data)),
+        write_text=lambda params, num_tokens: sample_text(model, params, train.seq_len, num_tokens),
+        otherwise=otherwise if implementation != "xla" else None,
     )
-
-
-def make_eval_loss(model: ModelConfig, implementation: str, loss: str) -> Any:
-    """The function `loss(params, tokens)` of an evaluation.
-
-    It is the cross-entropy of `make_loss` without dropout and without the router's loss.
-    """
-    without = make_loss(replace(model, dropout=0.0, router_loss=0.0), NONE, implementation, loss)
-    return lambda params, tokens: without(params, tokens, jax.random.key(0))
-
-
-def _train_text(batch: int, train: TrainConfig, data: str | None, first: int) -> Iterator[Any]:
-    text, _ = split_text(load_text(data), train.seq_len)
-    return batches(text, batch, train.seq_len, train.seed, first)
-
-
-def _eval_text(batch: int, train: TrainConfig, data: str | None) -> Iterator[Any]:
-    _, text = split_text(load_text(data), train.seq_len)
-    return batches(text, batch, train.seq_len, seed=0) if text is not None else iter(())
 
 
 #: The shapes of the parameters, which take a while to trace.
 _params = functools.lru_cache(maxsize=16)(param_shapes)
-_workload = functools.lru_cache(maxsize=64)(decoder_workload)
 
 
-@dataclass(frozen=True)
-class DecoderFactory(WorkloadFactory):
-    """Makes the decoder's workload at any batch.
+def decoder_factory(model: ModelConfig, implementation: str, reason: str = "", data: str | None = None) -> WorkloadFactory:
+    """Makes the decoder's workload at any batch, length and loss, and in either layout.
 
-    Attributes:
+    Args:
         model: the model.
-        implementation: `xla` or `cudnn` attention.
+        implementation: `xla`, or the name of the chip's fused attention.
         reason: why it is this attention, in words.
         data: path of the text to train on. None takes the default text.
     """
+    shortest = {"seq_len": min(2, model.max_seq_len), "loss": "full", "seed": 0, "scan_layers": model.scan_layers}
+    make = _maker(model, implementation, reason, data)
+    return WorkloadFactory(model.name, make, True, default_batch=1, options=shortest, requested=asdict(model))
 
-    model: ModelConfig
-    implementation: str
-    reason: str = ""
-    data: str | None = None
 
-    @property
-    def name(self) -> str:
-        return self.model.name
+@functools.lru_cache(maxsize=64)
+def _maker(model: ModelConfig, implementation: str, reason: str, data: str | None) -> Callable[..., Workload]:
+    """The function that makes the decoder's workloads. Factories with equal ones are equal."""
 
-    @property
-    def has_free_batch(self) -> bool:
-        return True
+    @functools.lru_cache(maxsize=64)
+    def make(batch: int | None, *, seq_len: int, loss: str, seed: int, scan_layers: bool) -> Workload:
+        train = TrainConfig(seq_len=seq_len, loss=loss, seed=seed)
+        return decoder_workload(
+            replace(model, scan_layers=scan_layers), train, batch or 1, implementation, data, reason=reason
+        )
 
-    def at(self, batch: int | None, train: TrainConfig) -> Workload:
-        return _workload(self.model, train, batch or 1, self.implementation, self.data)
+    return make
 
-    def config(self) -> dict[str, Any]:
-        return asdict(self.model)
 
-    def facts(self, train: TrainConfig) -> Facts:
-        return Facts(train.seq_len, train.loss, self.implementation)
+def _own_layers(model: ModelConfig, batch: int, seq_len: int, implementation: str) -> OwnLayers:
+    """The decoder's layers at a batch. On a mesh they gather their kernels, each under a name."""
 
-    def losses(self) -> tuple[str, ...]:
-        return ("full", "chunked")
-
-    def layout(self) -> Layout | None:
-        return self.model.layout
-
-    def with_layout(self, layout: Layout) -> Self:
-        return replace(self, model=replace(self.model, scan_layers=layout == "loop"))
-
-    def compute_dtype(self) -> str:
-        return self.model.dtype
-
-    def lines(self, batch: int | None = None) -> Iterator[str]:
-        yield f"attention {self.implementation}: {self.reason}"
-
-    def data_hash(self) -> str:
-        return text_hash(load_text(self.data))
-
-    def sampled(self, params: Any, train: TrainConfig, num_tokens: int) -> str:
-        return sample_text(self.model, params, train.seq_len, num_tokens)
-
-    def num_layers(self) -> int:
-        return self.model.num_layers
-
-    def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> list[NamedValue]:
+    def names(mesh: AnyMesh | None) -> list[NamedValue]:
         with tracing_on(mesh):
-            return layer_names(self.model, batch, train.seq_len)
+            return layer_names(model, batch, seq_len)
 
-    def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
-        if not has_names(policy):
+    def checked(policy: Policy, mesh: AnyMesh | None) -> Policy:
+        if not policy.names():
             return policy
         with tracing_on(mesh):
-            authors = {value.name for value in layer_names(self.model, 1, train.seq_len)}
+            authors = {value.name for value in layer_names(model, 1, seq_len)}
             check_gathered(policy, authors)
             with contextlib.suppress(UnknownNameError):
                 return resolve(policy, authors)
-            every = {value.name for value in every_layer_name(self.model, 1, train.seq_len, self.implementation)}
+            every = {value.name for value in every_layer_name(model, 1, seq_len, implementation)}
             return resolve(policy, authors | every, authors)
 
-    def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers:
-        model = self.model
-        layer = autoname(Block)(model, self.implementation, model.dropout == 0, GATHERED_NAMES)
-        x, *own = layer_args(model, batch or 1, train.seq_len)
+    def found(mesh: AnyMesh | None) -> FoundLayers:
+        layer = autoname(Block)(model, implementation, model.dropout == 0, GATHERED_NAMES)
+        x, *own = layer_args(model, batch, seq_len)
         of_layer, args = module_layer(layer, x, *own)
 
         def function(*args: Any) -> Any:
@@ -247,8 +219,7 @@ class DecoderFactory(WorkloadFactory):
         cut_bytes = x_BTD.size * x_BTD.dtype.itemsize
         return FoundLayers((Kind("the decoder's layers", found_by, model.num_layers, in_scan, cut_bytes, function, args),))
 
-    def otherwise(self) -> tuple[Self, str] | None:
-        return (replace(self, implementation="xla"), "--attention xla") if self.implementation == "cudnn" else None
+    return OwnLayers(model.num_layers, found, names, checked)
 
 
 def matrix_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> MuonDimensionNumbers | None:

@@ -10,7 +10,7 @@ There are two ways to bring tokens to their experts. Both compute the same value
   the FLOPs that the tokens need.
 * `ragged`: tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies each expert's rows by the expert's kernel. JAX asks
   for the FLOPs that the tokens need. What XLA computes is another matter: it expands a ragged product to a masked product over
-  all experts, unless cuDNN computes it (docs/experts.md).
+  all experts, unless a fused kernel computes it (docs/experts.md).
 
 References:
     Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch Transformers", equations 4 to 6, for

@@ -29,8 +29,7 @@ from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, axes_in, param_sharding
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.names import names_of
-from jaxremat.policy.spec import Mix, Names, Policy, Rule
+from jaxremat.policy.spec import Policy, Rule
 
 _SUFFIX = "_gathered"
 #: The checkpoint names of the gathered kernels: that of `wi_0` is `wi_0_gathered`.
@@ -39,7 +38,7 @@ GATHERED_NAMES = tuple(f"{module}{_SUFFIX}" for module, leaf in LOGICAL_AXES if 
 
 def saved_gathered(policy: Policy) -> tuple[str, ...]:
     """The names of the gathered kernels that `policy` saves in some layer."""
-    named = names_of(policy)
+    named = policy.names()
     return tuple(name for name in GATHERED_NAMES if name in named)
 
 
@@ -52,13 +51,8 @@ def gathered_names(policy: Policy | str) -> tuple[str, ...]:
 
 def _saves_by_rule_or_name(policy: Policy) -> bool:
     """Whether each layer is recomputed on its own, and saves results of matmuls or named values."""
-    match policy:
-        case Rule(kind):
-            return kind not in ("none", "everything")
-        case Mix():
-            return all(map(_saves_by_rule_or_name, policy.layers))
-        case _:
-            return isinstance(policy, Names)
+    saving_all = {Rule("none", attention=True), Rule("everything", attention=True)}
+    return not policy.recomputes_groups and saving_all.isdisjoint(one.with_attention() for one in policy.layer_policies)
 
 
 def check_gathered(policy: Policy, carried: Collection[str]) -> None:

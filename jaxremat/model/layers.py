@@ -105,7 +105,7 @@ def attend(
         k_BTKH: the keys.
         v_BTKH: the values.
         config: the model.
-        implementation: `xla` or `cudnn`. cuDNN's kernel has no soft-cap, and its window is a constant.
+        implementation: `xla`, or the chip's fused attention, which has no soft-cap and whose window is a constant.
         window: the tokens that a token of this layer sees, a scalar. None where `config` has one window for all layers.
     """
     length = q_BTNH.shape[1]
@@ -114,8 +114,9 @@ def attend(
         static = config.windows(length)[0]
         local = (static - 1, 0) if static < length else None
         how: dict[str, Any] = {"is_causal": True, "scale": scale, "local_window_size": local}
-        if implementation == "cudnn":
-            return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **how, implementation="cudnn")
+        if implementation != "xla":
+            fused: Any = implementation
+            return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **how, implementation=fused)
         return xla_attention(q_BTNH, k_BTKH, v_BTKH, **how)
     distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     sees_TS = (distance_TS >= 0) & (distance_TS < (config.windows(length)[0] if window is None else window))
@@ -143,7 +144,7 @@ class SelfAttention(nn.Module):
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn`. None takes `config.attention` (`attention.py`).
+        implementation: `xla`, or the chip's fused attention. None takes `config.attention` (`attention.py`).
         gathers: the checkpoint names of the kernels whose gather a policy decides about (`gathers.py`).
     """
 
@@ -257,7 +258,7 @@ class Block(nn.Module):
 
     Attributes:
         config: the sizes.
-        implementation: `xla` or `cudnn` attention, or None, as for `jaxremat.Decoder`.
+        implementation: `xla`, the chip's fused attention, or None, as for `jaxremat.Decoder`.
         deterministic: True switches dropout off. Otherwise a `dropout` key is needed where `config.dropout` > 0.
         gathers: the checkpoint names of the kernels whose gather a policy decides about, such as `wi_0_gathered` (`gathers.py`).
     """

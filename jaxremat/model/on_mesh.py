@@ -24,7 +24,7 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
         raise UsageError(
             f"--mesh {mesh} divides the experts of {model.name} by {mesh.expert}, and it has "
             + (str(model.num_experts) if model.has_experts else "none"),
-            allowed=f"expert={_divisors_text(model.num_experts)}",
+            allowed=f"expert={', '.join(map(str, divisors(model.num_experts)))}",
             cause="each device computes whole experts" if model.has_experts else "--num-experts was left out",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.expert // expert, expert=expert)}",
         )
@@ -32,7 +32,7 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
         tensor = math.gcd(model.num_kv_heads, mesh.tensor)
         raise UsageError(
             f"--mesh {mesh} divides the {model.num_kv_heads} key and value heads of {model.name} by {mesh.tensor}",
-            allowed=f"tensor={_divisors_text(model.num_kv_heads)}",
+            allowed=f"tensor={', '.join(map(str, divisors(model.num_kv_heads)))}",
             cause="each device computes the attention of whole heads",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
         )
@@ -44,7 +44,3 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
             cause="the experts run in a shard_map, where only the authors' names exist",
             next_step="--policy dots+attention nothing save:router_logits,mlpwi_0,mlpwi_1,out_proj",
         )
-
-
-def _divisors_text(number: int) -> str:
-    return ", ".join(map(str, divisors(number)))

@@ -32,8 +32,9 @@ class Decoder(nn.Module):
     Attributes:
         config: the sizes and dtypes.
         policy: what the layers save for the backward pass.
-        implementation: `xla` or `cudnn` attention. None takes `config.attention`, whose `auto` is as for the commands: cuDNN's
-            where it compiles for the device that jaxremat compiles for, or else for JAX's default device.
+        implementation: `xla`, or the name of the chip's fused attention. None takes `config.attention`, whose `auto` is as for
+            the commands: the fused one where it compiles for the device that jaxremat compiles for, or else for JAX's default
+            device.
         deterministic: True switches dropout off.
     """
 
@@ -134,7 +135,7 @@ def layer_names(config: ModelConfig, batch: int, seq_len: int) -> list[NamedValu
 def every_layer_name(config: ModelConfig, batch: int, seq_len: int, implementation: str) -> list[NamedValue]:
     """The values of `layer_names`, and the values that `autoname` names, in program order.
 
-    `autoname`'s values depend on the attention `implementation`, `xla` or `cudnn`.
+    `autoname`'s values depend on the attention `implementation`.
     """
     return _named_values(autoname(Block)(config, implementation, config.dropout == 0, GATHERED_NAMES), batch, seq_len)
 

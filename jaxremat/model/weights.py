@@ -114,7 +114,7 @@ def _by_name(path: str, found: Iterable[_Tensor]) -> dict[str, _Tensor]:
     """
     tensors = dict[str, _Tensor]()
     for tensor in found:
-        name = _without_prefix(tensor.name)
+        name = tensor.name.removeprefix("model.").removeprefix("transformer.")  # files without the head have neither
         if name in tensors:
             raise UsageError(
                 f"{path} has {name} twice, as {tensors[name].name} and as {tensor.name}",
@@ -308,14 +308,6 @@ def _check_tensors(path: str, config: ModelConfig, tensors: dict[str, _Tensor], 
 def _some(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _without_prefix(name: str) -> str:
-    """A tensor's name without the prefix of the model.
-
-    Files of a model without its head have no prefix.
-    """
-    return name.removeprefix("model.").removeprefix("transformer.")
 
 
 def _files(path: Path) -> list[Path]:

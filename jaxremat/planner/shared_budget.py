@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Op, Problem, Value
-from jaxremat.policy.spec import Names, Policy
+from jaxremat.policy.spec import Policy
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,8 @@ def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
 
     A list of names is cut to the names that their values have.
     """
-    if not isinstance(policy, Names):
-        return policy
     own = set(kind.layer.names.values())
-    save, offload = (tuple(name for name in names if name in own) for names in (policy.save, policy.offload))
-    return replace(policy, save=save, offload=offload)
+    return policy.map_layers(lambda of_layer: of_layer.only(own))
 
 
 def _combined(kinds: list[EqualLayers]) -> LayerEstimate:

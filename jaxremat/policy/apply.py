@@ -26,10 +26,9 @@ import jax
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.jax_policy import to_jax
-from jaxremat.policy.names import has_names, named_values, resolve
+from jaxremat.policy.names import named_values, resolve
 from jaxremat.policy.offload import check_scan
-from jaxremat.policy.spec import Every, LayerPolicy, Mix, OneIn, Policy
+from jaxremat.policy.spec import LayerPolicy, Policy
 from jaxremat.policy.state import has_objects, is_linen_class, is_module_class, on_arrays
 from jaxremat.policy.tree import combine, is_array, partition
 
@@ -64,7 +63,7 @@ def remat(
             around the layer can't be seen from here.
     """
     policy = as_policy(policy)
-    if isinstance(policy, Every | OneIn | Mix):
+    if not isinstance(policy, LayerPolicy):
         raise UnknownPolicyError(
             f"policy {str(policy)!r} speaks of several layers, and remat wraps one",
             allowed="a policy for one layer, such as nothing, dots or save:NAME",
@@ -77,7 +76,7 @@ def remat(
         from jaxremat.policy.linen import remat_linen
 
         checked = _with_checked_names(target, policy)
-        return remat_linen(checked, to_jax(policy), prevent_cse=not in_scan, static_argnums=static_argnums)
+        return remat_linen(checked, policy.to_jax(), prevent_cse=not in_scan, static_argnums=static_argnums)
     if is_module_class(target):
         return _remat_class(target, policy, prevent_cse=not in_scan)
     check_function("remat", target, next_step="wrap the class, then make instances: remat(Block, 'dots')(...)")
@@ -122,8 +121,8 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
     """
     if policy.is_none:
         return function
-    if not has_names(policy):
-        return jax.checkpoint(function, policy=to_jax(policy), prevent_cse=prevent_cse, static_argnums=static_argnums)
+    if not policy.names():
+        return jax.checkpoint(function, policy=policy.to_jax(), prevent_cse=prevent_cse, static_argnums=static_argnums)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +132,7 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
         check_scan(policy, None)
         named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
         wrapped = function if named is dynamic else autoname(function)
-        return jax.checkpoint(wrapped, policy=to_jax(resolved), prevent_cse=prevent_cse, static_argnums=static_argnums)(
+        return jax.checkpoint(wrapped, policy=resolved.to_jax(), prevent_cse=prevent_cse, static_argnums=static_argnums)(
             *args, **kwargs
         )
 
@@ -145,7 +144,7 @@ def checkpointed(function: Any, policy: LayerPolicy, *, prevent_cse: bool) -> An
 
     `none` is no checkpoint.
     """
-    return function if policy.is_none else jax.checkpoint(function, policy=to_jax(policy), prevent_cse=prevent_cse)
+    return function if policy.is_none else jax.checkpoint(function, policy=policy.to_jax(), prevent_cse=prevent_cse)
 
 
 def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -181,7 +180,7 @@ def _with_checked_names(target: Any, policy: LayerPolicy) -> Any:
 
     Tracing the result raises UnknownNameError where a name doesn't exist.
     """
-    if not has_names(policy):
+    if not policy.names():
         return target
     from jaxremat.policy.linen import lifted
 

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.jax_policy import FUSED_ATTENTION
+from jaxremat.jax_private import FUSED_ATTENTION, called_name, callee
 from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import (
     CALLS,
@@ -192,14 +192,11 @@ def layer_scope(program: Program) -> str:
 
 
 def _operation_name(equation: Equation) -> str:
-    params = equation.eqn.params
-    if equation.kind in DERIVATIVE_CALLS:
-        body = params["call_jaxpr"].jaxpr
-        fused = any(eqn.primitive.name == FUSED_ATTENTION for eqn in body.eqns)
-        return "fused" if fused else body.debug_info.func_name
-    if equation.kind == FUSED_ATTENTION:
+    is_derivative_call = equation.kind in DERIVATIVE_CALLS
+    inside = callee(equation.eqn).jaxpr.eqns if is_derivative_call else (equation.eqn,)
+    if any(eqn.primitive.name == FUSED_ATTENTION for eqn in inside):
         return "fused"
-    return params["name"] if equation.kind in CALLS else equation.kind
+    return called_name(equation.eqn) if is_derivative_call or equation.kind in CALLS else equation.kind
 
 
 def _word(part: str) -> str:

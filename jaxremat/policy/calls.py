@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxremat.jax_private import is_unspecified, num_operands, shard_map_as
 from jaxremat.policy.program import Equation
 
 #: Computes a program's outputs from its inputs.
@@ -24,15 +25,7 @@ def call_with(equation: Equation, values: Sequence[Any], *, run: Runner) -> Sequ
         case "scan":
             return _scan_with(equation.eqn, values, run)
         case "shard_map":
-            mapped = jax.shard_map(
-                lambda *inner: tuple(run(inner)),
-                mesh=params["mesh"],
-                in_specs=tuple(params["in_specs"]),
-                out_specs=tuple(params["out_specs"]),
-                axis_names=params["newly_manual_axes"],
-                check_vma=params["check_vma"],
-            )
-            return mapped(*values)
+            return shard_map_as(equation.eqn, lambda *inner: tuple(run(inner)))(*values)
         case "jit":
             results = run(_constrained(values, params["in_shardings"]))
             return _constrained(results, params["out_shardings"])
@@ -45,17 +38,6 @@ def split_operands(eqn: Any, values: Sequence[Any]) -> tuple[tuple[Any, ...], tu
     num_consts, num_carry = num_operands(eqn)
     first = num_consts + num_carry
     return tuple(values[:num_consts]), tuple(values[num_consts:first]), tuple(values[first:])
-
-
-def num_operands(eqn: Any) -> tuple[int, int]:
-    """How many constants a loop reads, and how many values it carries.
-
-    Later versions of JAX have both as trees.
-    """
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
 
 
 def _scan_with(eqn: Any, values: Sequence[Any], run: Runner) -> list[Any]:
@@ -74,6 +56,6 @@ def _scan_with(eqn: Any, values: Sequence[Any], run: Runner) -> list[Any]:
 
 def _constrained(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     return [
-        value if type(sharding).__name__ == "UnspecifiedValue" else jax.lax.with_sharding_constraint(value, sharding)
+        value if is_unspecified(sharding) else jax.lax.with_sharding_constraint(value, sharding)
         for value, sharding in zip(values, shardings, strict=True)
     ]

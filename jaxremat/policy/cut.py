@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
 
+from jaxremat.jax_private import callee, core, stack_of
 from jaxremat.policy.program import Equation, Program, bind_equation, eval_program
 from jaxremat.policy.signature import num_heavy
 
@@ -71,7 +71,7 @@ def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piec
     They are `scopes(equation)` in place of those that the equation is in.
     """
     equations = tuple(
-        Equation(equation.eqn, equation.inputs, equation.outputs, _stack(equation.name_stack, scopes(equation)))
+        Equation(equation.eqn, equation.inputs, equation.outputs, stack_of(scopes(equation)))
         for equation in piece.program.equations
     )
     old = piece.program
@@ -88,19 +88,9 @@ def checkpoints_around(equations: Sequence[Equation]) -> frozenset[Equation]:
 
 def open_call(equation: Equation, values: Sequence[Any]) -> list[Any]:
     """The results of an equation that calls a jaxpr, computed without the call."""
-    jaxpr = equation.eqn.params["jaxpr"]
-    closed = jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
-    return core.jaxpr_as_fun(closed)(*values)
+    return core.jaxpr_as_fun(callee(equation.eqn))(*values)
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a value."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _stack(old: source_info_util.NameStack, scopes: tuple[str, ...]) -> source_info_util.NameStack:
-    """The transformations of the old stack, within the new scopes."""
-    stack = source_info_util.new_name_stack()
-    for scope in scopes:
-        stack = stack.extend(scope)
-    return stack

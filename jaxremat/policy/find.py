@@ -18,8 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jax.extend import core
-
+from jaxremat.jax_private import callee
 from jaxremat.policy.cut import checkpoints_around
 from jaxremat.policy.found import FoundBy, LeftAlone
 from jaxremat.policy.loops import made_of, why_not_layers
@@ -123,9 +122,7 @@ def search_program(program: Program, parameters: Sequence[int], patterns: Sequen
 
 def inner_program(equation: Equation) -> Program:
     """The program that an equation calls."""
-    params = equation.eqn.params
-    jaxpr = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return flatten(jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ()))
+    return flatten(callee(equation.eqn))
 
 
 def _called_level(facts: Facts, n: int, patterns: Sequence[str]) -> Level | None:

@@ -13,7 +13,6 @@ import jax
 
 from jaxremat.policy.apply import with_names
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.names import has_names
 from jaxremat.policy.offload import check_layers
 from jaxremat.policy.spec import Policy, Rule
 from jaxremat.policy.stack import Tree, run_scanned, run_unrolled
@@ -49,7 +48,7 @@ class Layers(nn.Module):
 
         variables = dict(self.variables)
         policy = as_policy(self.policy)
-        if has_names(policy):
+        if policy.names():
             first = self._of_layer(variables, own, 0), jax.tree.map(lambda key: key[0], keys), x, *broadcast
             layer_fn, policy = with_names(layer_fn, policy, *first)
         if self.scan:

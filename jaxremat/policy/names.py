@@ -12,15 +12,14 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.policy.program import written_name
-from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
+from jaxremat.jax_private import core, written_name
+from jaxremat.policy.spec import LayerPolicy, Policy
 from jaxremat.system.whose import is_users, package_folders
 
 #: Operations inside which a policy decides nothing. What is inside is recomputed whole, or isn't differentiated as written.
@@ -172,28 +171,13 @@ def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) 
     Raises:
         UnknownNameError: a typed name doesn't exist, or none of an alias's names does.
     """
-    match policy:
-        case Every():
-            return replace(policy, inner=resolve_layer(policy.inner, carried, authors))
-        case OneIn():
-            return policy
-        case Mix():
-            return Mix(tuple((count, resolve_layer(part, carried, authors)) for count, part in policy.parts))
-        case _:
-            return resolve_layer(policy, carried, authors)
+    return policy.map_layers(lambda part: _resolve_layer(part, carried, authors))
 
 
-def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | None = None) -> LayerPolicy:
-    """`resolve` for a policy of one layer."""
-    if isinstance(policy, Rule):
-        return policy
-    known = replace(
-        policy,
-        save=tuple(name for name in policy.save if name in carried),
-        offload=tuple(name for name in policy.offload if name in carried),
-    )
-    missing = sorted(({*policy.save, *policy.offload}) - carried)
-    if not missing or (policy.alias and (known.save or known.offload)):
+def _resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | None) -> LayerPolicy:
+    known = policy.only(carried)
+    missing = sorted({*policy.names()} - carried)
+    if not missing or (policy.alias and known.names()):
         return known
     known = sorted(carried if authors is None else authors)
     others = sorted(carried.difference(known), key=lambda name: _distance(name, missing[0]))
@@ -213,27 +197,3 @@ def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | No
 
 def _distance(name: str, typed: str) -> tuple[float, str]:
     return -difflib.SequenceMatcher(a=name, b=typed).ratio(), name
-
-
-def has_names(policy: Policy) -> bool:
-    """Whether `policy` lists checkpoint names, which must then be checked against a model."""
-    match policy:
-        case Every():
-            return isinstance(policy.inner, Names)
-        case Mix():
-            return any(isinstance(part, Names) for _, part in policy.parts)
-        case _:
-            return isinstance(policy, Names)
-
-
-def names_of(policy: Policy) -> frozenset[str]:
-    """The checkpoint names that `policy` saves in some layer."""
-    match policy:
-        case Every():
-            return names_of(policy.inner)
-        case Mix():
-            return frozenset().union(*(names_of(part) for _, part in policy.parts))
-        case Names():
-            return frozenset((*policy.save, *policy.offload))
-        case _:
-            return frozenset()

@@ -24,27 +24,18 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from importlib import metadata
 
+from jaxremat.chips.catalog import is_gpu
+from jaxremat.chips.installed import PLUGINS
 from jaxremat.errors import UsageError
-from jaxremat.policy.spec import Every, Mix, Names, Policy
+from jaxremat.policy.spec import Policy
 
 #: The pass of XLA that has the fault, and the flag that disables passes.
 PASS, DISABLED = "dynamic-slice-annotator", "xla_disable_hlo_passes"
 #: XLA's own rematerialization pass, which jaxremat disables too.
 REMAT = "rematerialization"
 #: The packages that bring XLA, and the first version without the fault.
-_XLA_IN, _MENDED = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"), (0, 11, 1)
+_XLA_IN, _MENDED = ("jaxlib", *PLUGINS), (0, 11, 1)
 _is_ours: ContextVar[bool] = ContextVar("_is_ours", default=False)
-
-
-def offloads(policy: Policy) -> bool:
-    """Whether `policy` offloads a value of some layer."""
-    match policy:
-        case Every():
-            return offloads(policy.inner)
-        case Mix():
-            return any(offloads(part) for part in policy.layers)
-        case _:
-            return isinstance(policy, Names) and bool(policy.offload)
 
 
 @functools.cache
@@ -106,13 +97,8 @@ def compiled_without_pass() -> Iterator[None]:
 
 def check_layers(policy: Policy, num_layers: int) -> None:
     """`check_scan` for a scan over `num_layers` layers, or over groups of them."""
-    match policy:
-        case Every():
-            check_scan(policy, policy.size(num_layers))  # a group of layers is the scan that offloads
-        case Mix():
-            check_scan(policy, num_layers // policy.size(num_layers))
-        case _:
-            check_scan(policy, num_layers)
+    size = policy.size(num_layers)  # a recomputed group of layers is the scan that offloads
+    check_scan(policy, size if policy.recomputes_groups else num_layers // size)
 
 
 def check_scan(policy: Policy, num_steps: int | None) -> None:
@@ -125,7 +111,7 @@ def check_scan(policy: Policy, num_steps: int | None) -> None:
     Raises:
         UsageError: the policy offloads in a scan of several steps, XLA has the fault, and its pass isn't disabled.
     """
-    if num_steps == 1 or not offloads(policy) or not has_fault() or _is_ours.get():
+    if num_steps == 1 or not policy.offloads or not has_fault() or _is_ours.get():
         return
     if traces_for_gpu() and not _pass_is_disabled():
         where = "in a layer that may be in a scan" if num_steps is None else f"in a scan of {num_steps} steps"
@@ -147,17 +133,14 @@ def traces_for_gpu() -> bool:
 
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = getattr(device, "platform", device) or jax.default_backend()
-    return platform in ("gpu", "cuda")
+    return is_gpu(platform)
 
 
 def _pass_is_disabled() -> bool:
-    """Whether XLA_FLAGS disables the pass.
+    """Whether XLA_FLAGS disables the pass."""
+    from jaxremat.jax_private import xla_flags
 
-    XLA reads the variable once, so a later change of it doesn't count.
-    """
-    from jaxlib import xla_client
-
-    return PASS.encode() in xla_client.CompileOptions().SerializeAsString()
+    return PASS.encode() in xla_flags()
 
 
 def _version(package: str) -> str | None:

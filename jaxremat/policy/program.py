@@ -6,42 +6,28 @@ A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner
 values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core, source_info_util
+from jaxremat.jax_private import (
+    NameStack,
+    bind,
+    callee,
+    context_of,
+    core,
+    named_scopes,
+    pins_shardings,
+    stack_of,
+    written_name,
+)
 
 CALLS = frozenset({"jit", "closed_call", "core_call"})
 DERIVATIVE_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 #: A value of the program, or a constant written in it.
 Atom = int | core.Literal
-
-
-def written_name(eqn: Any) -> str:
-    """The checkpoint name that an equation of a jaxpr writes on its operand.
-
-    Empty for all other equations.
-
-    Under the option `jax_remat3` of JAX 0.12, `checkpoint_name` is no primitive of its own, but a call of one.
-    """
-    if eqn.primitive.name == "name":
-        return eqn.params["name"]
-    called = eqn.params["_prim"] if eqn.primitive.name == "call_hi_primitive" else ""
-    return getattr(called, "name") if type(called).__name__ == "CheckpointName" else ""  # noqa: B009
-
-
-def changes_reference(eqn: Any) -> bool:
-    """Whether an equation touches an array that is changed in place (`jax.new_ref`).
-
-    The references of a Pallas kernel aren't seen outside of the kernel, and don't count.
-    """
-    avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
-    return any(hasattr(aval, "inner_aval") for aval in avals) or any(
-        type(effect).__name__ == "InternalMutableArrayEffect" for effect in eqn.effects
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +44,7 @@ class Equation:
     eqn: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
-    name_stack: source_info_util.NameStack
+    name_stack: NameStack
 
     @property
     def kind(self) -> str:
@@ -71,11 +57,8 @@ class Equation:
 
     @property
     def scopes(self) -> tuple[str, ...]:
-        """The names that `jax.named_scope` gave, outermost first.
-
-        Those of transformations (jvp, vmap) are left out.
-        """
-        return tuple(scope.name for scope in self.name_stack.stack if type(scope).__name__ == "Scope")
+        """The names that `jax.named_scope` gave, outermost first."""
+        return named_scopes(self.name_stack)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +104,10 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
         avals[len(avals)] = var.aval
         return len(avals) - 1
 
-    def run(closed: Any, inputs: Sequence[Atom], outer: source_info_util.NameStack) -> list[Atom]:
-        body = closed.jaxpr if hasattr(closed, "jaxpr") else closed
+    def run(closed: core.ClosedJaxpr, inputs: Sequence[Atom], outer: NameStack) -> list[Atom]:
+        body = closed.jaxpr
         env: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
-        for var, value in zip(body.constvars, getattr(closed, "consts", ()), strict=True):
+        for var, value in zip(body.constvars, closed.consts, strict=True):
             env[var] = new(var)
             constants.append((env[var], value))  # pyright: ignore[reportArgumentType]
 
@@ -133,8 +116,8 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
 
         for eqn in body.eqns:
             stack, operands = outer + eqn.source_info.name_stack, [atom(var) for var in eqn.invars]
-            if eqn.primitive.name in opened and not _pins_shardings(eqn):
-                env.update(zip(eqn.outvars, run(_callee(eqn), operands, stack), strict=True))
+            if eqn.primitive.name in opened and not pins_shardings(eqn):
+                env.update(zip(eqn.outvars, run(callee(eqn), operands, stack), strict=True))
             else:
                 outputs = [new(var) for var in eqn.outvars]
                 env.update(zip(eqn.outvars, outputs, strict=True))
@@ -142,7 +125,7 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
         return [atom(var) for var in body.outvars]
 
     inputs = [new(var) for var in jaxpr.jaxpr.invars]
-    outputs = run(jaxpr, inputs, source_info_util.new_name_stack())
+    outputs = run(jaxpr, inputs, stack_of())
     return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
 
 
@@ -165,26 +148,11 @@ def eval_program(
     return [value(atom) for atom in program.outputs]
 
 
-@contextlib.contextmanager
-def scopes_of(equation: Equation) -> Iterator[None]:
+def scopes_of(equation: Equation) -> AbstractContextManager[None]:
     """A context in which what is traced has the equation's line, scopes and configuration."""
-    source = equation.eqn.source_info
-    stack = source_info_util.current_name_stack() + equation.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=stack), equation.eqn.ctx.manager:
-        yield
+    return context_of(equation.eqn, equation.name_stack)
 
 
 def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:
     """The equation's results, computed as JAX evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
-    primitive = equation.eqn.primitive
-    results = primitive.bind(*values, **primitive.get_bind_params(equation.eqn.params))
-    return results if primitive.multiple_results else [results]
-
-
-def _callee(eqn: Any) -> Any:
-    return eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-
-
-def _pins_shardings(eqn: Any) -> bool:
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+    return bind(equation.eqn, values)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend import core
 
-from jaxremat.policy.jax_policy import FUSED_ATTENTION
+from jaxremat.jax_private import FUSED_ATTENTION, core
 from jaxremat.policy.program import Equation, Program
 
 #: The operations that take the time of a layer. A layer has at least one of them.

@@ -8,6 +8,7 @@
 stack. Here each group's parameters are read from the one stack, in place.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,10 +18,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxremat.policy.apply import checkpointed, with_names
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.jax_policy import save_all_but_slices, to_jax
-from jaxremat.policy.names import has_names
 from jaxremat.policy.offload import check_layers
-from jaxremat.policy.spec import NOTHING, Every, Mix, Names, OneIn, Policy, Rule, layer_policy
+from jaxremat.policy.spec import NOTHING, LayerPolicy, Policy
 from jaxremat.policy.tree import combine, is_float, partition, take
 
 Tree = Any
@@ -53,7 +52,7 @@ def scan_layers(function: Callable[..., X], params: Tree, x: X, *broadcast: Tree
     num_layers = jax.tree.leaves(params)[0].shape[0]
     parsed = as_policy(policy)
     check_layers(parsed, num_layers)
-    if has_names(parsed):
+    if parsed.names():
         first = jax.tree.map(lambda leaf: leaf[0], params), {}, x, *broadcast
         layer_fn, parsed = with_names(layer_fn, parsed, *first)
     return run_scanned(layer_fn, parsed, num_layers, params, {}, x, broadcast)[0]
@@ -69,37 +68,22 @@ def run_unrolled(
     """
     key = [jax.tree.map(lambda leaf, i=i: leaf[i], keys) for i in range(num_layers)]
 
-    def chain(wrap: Callable[[int], LayerFn]) -> LayerFn:
-        def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            updates = []
-            for i, (layer_variables, layer_keys) in enumerate(zip(variables, keys, strict=True)):
-                x, update = wrap(i)(layer_variables, layer_keys, _row_major(x), *broadcast)
-                updates.append(update)
-            return x, updates
+    group = policy.layers(num_layers)
+    wrapped = {of_layer: checkpointed(layer_fn, of_layer, prevent_cse=True) for of_layer in group}
 
-        return run
+    def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+        updates = []
+        for of_layer, *own in zip(group, variables, keys, strict=False):  # the last group may have fewer layers
+            x, update = wrapped[of_layer](*own, _row_major(x), *broadcast)
+            updates.append(update)
+        return x, updates
 
-    match policy:
-        case Every():
-            size = policy.size(num_layers)
-            inner = checkpointed(layer_fn, policy.inner, prevent_cse=True)
-            group = checkpointed(chain(lambda _: inner), NOTHING, prevent_cse=True)
-            updates = []
-            for start in range(0, num_layers, size):
-                x, update = group(per_layer[start : start + size], key[start : start + size], x, *broadcast)
-                updates += update
-        case OneIn():
-            size = policy.size(num_layers)
-            rematted = checkpointed(layer_fn, NOTHING, prevent_cse=True)
-            x, updates = chain(lambda i: rematted if i % size == 0 else layer_fn)(per_layer, key, x, *broadcast)
-        case Mix():
-            policy.size(num_layers)
-            x, updates = chain(lambda i: checkpointed(layer_fn, layer_policy(policy, i), prevent_cse=True))(
-                per_layer, key, x, *broadcast
-            )
-        case _:
-            wrapped = checkpointed(layer_fn, policy, prevent_cse=True)
-            x, updates = chain(lambda _: wrapped)(per_layer, key, x, *broadcast)
+    run = checkpointed(run, NOTHING, prevent_cse=True) if policy.recomputes_groups else run
+    updates = []
+    for start in range(0, num_layers, len(group)):
+        layers = slice(start, start + len(group))
+        x, of_group = run(per_layer[layers], key[layers], x, *broadcast)
+        updates += of_group
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
 
 
@@ -116,119 +100,126 @@ def _row_major(x: Tree) -> Tree:
 
 
 def run_scanned(
-    layer_fn: LayerFn, policy: Policy, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+    layer_fn: LayerFn,
+    policy: Policy,
+    num_layers: int,
+    variables: Tree,
+    keys: Tree,
+    x: Tree,
+    broadcast: tuple,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
 ) -> tuple[Tree, Tree]:
     """All layers as a scan over `variables` and `keys`, stacked on a leading axis.
 
-    The axis has `num_layers` entries.
-    """
-    in_loop = num_layers > 1
-    match policy:
-        case Every() if policy.size(num_layers) > 1:
-            size = policy.size(num_layers)
-            inner = checkpointed(layer_fn, policy.inner, prevent_cse=False)
-            if not all(map(is_float, jax.tree.leaves(x))):
-                return _run_nested(_scan_layers(inner), size, num_layers, variables, keys, x, broadcast)
-            return _run_groups(_scan_layers(inner), size, num_layers, variables, keys, x, broadcast)
-        case Every():
-            step = checkpointed(layer_fn, NOTHING, prevent_cse=not in_loop)
-        case OneIn():
-            pattern = [to_jax(NOTHING), *(policy.size(num_layers) - 1) * [save_all_but_slices]]
-            return _run_pattern(layer_fn, pattern, False, num_layers, variables, keys, x, broadcast)
-        case Mix():
-            policy.size(num_layers)
-            # With barriers, XLA runs fewer layers again at once in some patterns. In others the barriers cost the bytes of
-            # one group's parameters.
-            return _run_pattern(layer_fn, [*map(to_jax, policy.layers)], True, num_layers, variables, keys, x, broadcast)
-        case _:
-            step = checkpointed(layer_fn, policy, prevent_cse=not in_loop)
-    return _scan_layers(step)(variables, keys, x, *broadcast)
-
-
-def run_loop(
-    layer: LayerFn, policy: Policy, slices: Tree, carry: Tree, consts: tuple, *, reverse: bool, unroll: int
-) -> tuple[Tree, Tree]:
-    """A `jax.lax.scan` whose body is a layer, under a policy.
-
     Args:
-        layer: `layer(slices, keys, carry, *consts)` returns the next carry and what is stacked. `keys` is empty.
+        layer_fn: a layer.
         policy: the policy, with its names checked.
-        slices: the stacks of which each layer gets a slice.
-        carry: what the first layer gets.
-        consts: what all layers get.
-        reverse: whether the loop runs from the last slice to the first.
-        unroll: number of layers in a turn of the loop, for policies of one layer.
+        num_layers: number of entries of the axis.
+        variables: what each layer gets a slice of.
+        keys: random keys, of which each layer gets a slice.
+        x: what the first layer gets.
+        broadcast: what all layers get.
+        reverse: whether the scan runs from the last slice to the first.
+        unroll: number of layers in an iteration, for policies of one layer.
 
     Returns:
-        The last layer's carry, and the stacks of what the layers made.
+        The last layer's output, and the stacks of what the layers made.
     """
-    num_layers = jax.tree.leaves(slices)[0].shape[0]
-    check_layers(policy, num_layers)
-    if isinstance(policy, Rule | Names):
-        step = checkpointed(layer, policy, prevent_cse=num_layers < 2 * unroll)  # XLA unrolls a loop of one turn
-        return jax.lax.scan(lambda carry, own: step(own, {}, carry, *consts), carry, slices, reverse=reverse, unroll=unroll)
+    group = policy.layers(num_layers)
+    if len(group) == 1:
+        of_layer = NOTHING if policy.recomputes_groups else group[0]
+        step = checkpointed(layer_fn, of_layer, prevent_cse=num_layers < 2 * unroll)  # XLA unrolls a loop of one iteration
+        return _scan_layers(step, reverse=reverse, unroll=unroll)(variables, keys, x, *broadcast)
 
     def flipped(tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.flip(leaf, 0), tree) if reverse else tree
 
-    carry, stacked = run_scanned(layer, policy, num_layers, flipped(slices), {}, carry, consts)
-    return carry, flipped(stacked)
+    variables, keys = flipped((variables, keys))
+    where = len(group), num_layers, variables, keys, x, broadcast
+    if not policy.recomputes_groups:
+        x, updates = _scan_groups(functools.partial(_layer_by_layer, layer_fn, group), *where)
+    else:
+        (inner,) = set(group)
+        layers = _scan_layers(checkpointed(layer_fn, inner, prevent_cse=False))
+        if all(map(is_float, jax.tree.leaves(x))):
+            x, updates = _run_groups(layers, *where)
+        else:  # integers and random keys aren't differentiated
+            x, updates = _scan_groups(lambda _, barriers: checkpointed(layers, NOTHING, prevent_cse=barriers), *where)
+    return x, flipped(updates)
 
 
-def _scan_layers(step: LayerFn) -> GroupFn:
+def _scan_layers(step: LayerFn, *, reverse: bool = False, unroll: int = 1) -> GroupFn:
     def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-        return jax.lax.scan(lambda x, per_layer: step(*per_layer, x, *broadcast), x, (variables, keys))
+        def body(x: Tree, per_layer: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            return step(*per_layer, x, *broadcast)
+
+        return jax.lax.scan(body, x, (variables, keys), reverse=reverse, unroll=unroll)
 
     return run
 
 
-def _run_pattern(
-    layer_fn: LayerFn,
-    pattern: Sequence[Callable[..., Any]],
-    barriers: bool,
+def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint` that saves all but slices, such as of stacked parameters."""
+    return primitive.name not in ("slice", "dynamic_slice", "squeeze")
+
+
+def _layer_by_layer(layer_fn: LayerFn, pattern: Sequence[LayerPolicy], count: int, prevent_cse: bool) -> GroupFn:
+    """The first `count` layers of a group, unrolled. Layer i is checkpointed under `pattern[i]`.
+
+    A layer's slice of the group's parameters is taken *inside* the layer's checkpoint, and is never saved. A slice taken
+    outside would be a residual, and all slices together would be a second copy of the parameters.
+
+    Several recomputed layers have barriers in any case: with them, XLA recomputes fewer layers at once in some patterns. In
+    others the barriers cost the bytes of one group's parameters.
+    """
+    barriers = prevent_cse or sum(not policy.is_none for policy in pattern) > 1
+
+    def layer(i: int, policy: LayerPolicy) -> LayerFn:
+        def one(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+            return layer_fn(*jax.tree.map(lambda leaf: leaf[i], (variables, keys)), x, *broadcast)
+
+        if policy.is_none:
+            return jax.checkpoint(one, policy=_save_all_but_slices, prevent_cse=False)
+        return checkpointed(one, policy, prevent_cse=barriers)
+
+    layers = [layer(i, policy) for i, policy in enumerate(pattern[:count])]
+
+    def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
+        updates = []
+        for one in layers:
+            x, update = one(variables, keys, x, *broadcast)
+            updates.append(update)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
+
+    return run
+
+
+def _scan_groups(
+    group: Callable[[int, bool], GroupFn],
+    size: int,
     num_layers: int,
     variables: Tree,
     keys: Tree,
     x: Tree,
     broadcast: tuple,
 ) -> tuple[Tree, Tree]:
-    """Groups of layers in a scan. Layer i of each group is checkpointed under `pattern[i]`.
+    """A scan of groups of `size` layers.
 
-    A layer's slice of the group's parameters is taken *inside* the layer's checkpoint, and is never saved. A slice taken
-    outside would be a residual, and all slices together would be a second copy of the parameters. Where the pattern's length
-    doesn't divide the number of layers, the remaining layers are split off the stack, which copies the stack.
-
-    In a scan of several groups nothing can be merged with the forward pass, and no barriers are needed. With `barriers` they
-    are there all the same.
+    `group(count, prevent_cse)` is a group of `count` layers. In a scan of several groups nothing can be merged with the forward
+    pass, and no barriers are needed. Where `size` doesn't divide the number of layers, the remaining layers are split off the
+    stack, which copies the stack.
     """
-    size = len(pattern)
-
-    def at(i: int, prevent_cse: bool) -> LayerFn:
-        def one(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            return layer_fn(*jax.tree.map(lambda leaf: leaf[i], (variables, keys)), x, *broadcast)
-
-        recomputes = pattern[i] is not save_all_but_slices
-        return jax.checkpoint(one, policy=pattern[i], prevent_cse=prevent_cse and recomputes)
-
-    def group_fn(count: int, prevent_cse: bool) -> GroupFn:
-        def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
-            updates = []
-            for i in range(count):
-                x, update = at(i, prevent_cse)(variables, keys, x, *broadcast)
-                updates.append(update)
-            return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *updates)
-
-        return run
-
     num_groups, rest = divmod(num_layers, size)
     whole = num_groups * size
     head, tail = (jax.tree.map(lambda leaf, s=s: leaf[s], (variables, keys)) for s in (slice(whole), slice(whole, None)))
     head = head if rest else (variables, keys)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(num_groups, size, *leaf.shape[1:]), head)
-    x, updates = _scan_layers(group_fn(size, prevent_cse=barriers or num_groups == 1))(*grouped, x, *broadcast)
+    x, updates = _scan_layers(group(size, num_groups == 1))(*grouped, x, *broadcast)
     updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
     if rest:
-        x, last = group_fn(rest, prevent_cse=True)(*tail, x, *broadcast)
+        x, last = group(rest, True)(*tail, x, *broadcast)
         updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
     return x, updates
 
@@ -297,27 +288,6 @@ def _run_groups(
 
     all_groups.defvjp(forward, backward)
     return all_groups(floats, others, keys, x)
-
-
-def _run_nested(
-    group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
-) -> tuple[Tree, Tree]:
-    """`_run_groups` for layers that also pass on integers or random keys.
-
-    These aren't differentiated.
-
-    This is a loop of checkpointed loops. A remainder is split off the stack, which copies the stack.
-    """
-    num_groups, rest = divmod(num_layers, size)
-    whole = num_groups * size
-    head = jax.tree.map(lambda leaf: leaf[:whole].reshape(num_groups, size, *leaf.shape[1:]), (variables, keys))
-    tail = jax.tree.map(lambda leaf: leaf[whole:], (variables, keys))
-    x, updates = _scan_layers(checkpointed(group, NOTHING, prevent_cse=num_groups == 1))(*head, x, *broadcast)
-    updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
-    if rest:
-        x, last = checkpointed(group, NOTHING, prevent_cse=True)(*tail, x, *broadcast)
-        updates = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), updates, last)
-    return x, updates
 
 
 def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:

@@ -16,25 +16,26 @@ A loop over stacked parameters stays a loop. The policy goes inside its body.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from jaxremat.errors import UnknownNameError, UsageError
+from jaxremat.jax_private import changes_reference, num_operands
 from jaxremat.policy.apply import checkpointed
-from jaxremat.policy.calls import call_with, num_operands, split_operands
-from jaxremat.policy.cut import cut
+from jaxremat.policy.calls import call_with, split_operands
+from jaxremat.policy.cut import Piece, cut
 from jaxremat.policy.find import Level, Stack, search_program
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
-from jaxremat.policy.names import has_names, resolve
-from jaxremat.policy.offload import check_scan
-from jaxremat.policy.program import Equation, bind_equation, changes_reference, flatten, scopes_of
-from jaxremat.policy.spec import NONE, NOTHING, Every, LayerPolicy, Mix, OneIn, Policy, layer_policy
-from jaxremat.policy.stack import run_loop
+from jaxremat.policy.names import resolve
+from jaxremat.policy.offload import check_layers, check_scan
+from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
+from jaxremat.policy.spec import NONE, NOTHING, LayerPolicy, Policy
+from jaxremat.policy.stack import run_scanned
 from jaxremat.policy.state import ArrayCall, on_arrays
 
 #: Scope patterns as a caller gives them: one, several, or none.
@@ -170,7 +171,7 @@ def _check_references(level: Level, policy: Policy) -> None:
 
 def _with_names(kinds: LayerKinds, policy: Policy) -> tuple[bool, Policy]:
     """Whether `policy` needs names of `autoname`, and the policy with its names checked."""
-    if not has_names(policy):
+    if not policy.names():
         return False, policy
     authors = kinds.authors_names
     with contextlib.suppress(UnknownNameError):
@@ -215,38 +216,23 @@ class _Run:
 
     def _unrolled(self, level: Level, stack: Stack) -> _Steps:
         """The steps of unrolled layers."""
-        match self.policy:
-            case Every() as policy:
-                size = policy.size(stack.num_layers)
-                starts = range(0, stack.num_layers, size)
-                groups = [range(start, min(start + size, stack.num_layers)) for start in starts]
-                return dict(self._group(level, stack, group, policy.inner) for group in groups)
-            case OneIn() as policy:
-                size = policy.size(stack.num_layers)
-                policies = [NONE if i % size else NOTHING for i in range(stack.num_layers)]
-            case Mix() as policy:
-                policy.size(stack.num_layers)
-                policies = [layer_policy(policy, i) for i in range(stack.num_layers)]
-            case policy:
-                policies = [policy] * stack.num_layers
-        return dict(self._layer(level, stack, i, policy) for i, policy in enumerate(policies))
+        group, num_layers = self.policy.layers(stack.num_layers), stack.num_layers
+        steps = dict(self._layer(level, stack, i, group[i % len(group)]) for i in range(num_layers))
+        if not self.policy.recomputes_groups:
+            return steps
+        groups = (stack.layers[start : start + len(group)] for start in range(0, num_layers, len(group)))
+        return dict(self._group(level, range(layers[0].start, layers[-1].stop), steps) for layers in groups)
 
     def _layer(self, level: Level, stack: Stack, i: int, policy: LayerPolicy) -> tuple[int, Any]:
         """The step of one layer."""
         layer = self.kinds.layer(level, stack, i)
         function = checkpointed(self._function(layer), policy, prevent_cse=True)
 
-        def run(env: dict[Any, Any]) -> None:
-            with _scopes(layer.scopes):
-                results = function(*(env[number] for number in layer.piece.inputs))
-            env.update(zip(layer.piece.outputs, results, strict=True))
-
+        run = functools.partial(_run_piece, layer.piece, layer.scopes, function)
         return stack.layers[i].start, (run, stack.layers[i].stop)
 
-    def _group(self, level: Level, stack: Stack, layers: range, inner: LayerPolicy) -> tuple[int, Any]:
-        """The step of a group of every:K, of which only the inputs are saved."""
-        steps = dict(self._layer(level, stack, i, inner) for i in layers)
-        place = range(stack.layers[layers[0]].start, stack.layers[layers[-1]].stop)
+    def _group(self, level: Level, place: range, steps: _Steps) -> tuple[int, Any]:
+        """The step of a group of layers of which only the inputs are saved."""
         piece = cut(level.facts.program, place.start, place.stop)
 
         def group(*values: Any) -> list[Any]:
@@ -254,12 +240,7 @@ class _Run:
             _run_range(level, place, env, steps)
             return [env[number] for number in piece.outputs]
 
-        function = checkpointed(group, NOTHING, prevent_cse=True)
-
-        def run(env: dict[Any, Any]) -> None:
-            results = function(*(env[number] for number in piece.inputs))
-            env.update(zip(piece.outputs, results, strict=True))
-
+        run = functools.partial(_run_piece, piece, (), checkpointed(group, NOTHING, prevent_cse=True))
         return place.start, (run, place.stop)
 
     def _loop(self, level: Level, stack: Stack) -> _Steps:
@@ -274,9 +255,9 @@ class _Run:
         def bind(equation: Equation, values: Sequence[Any]) -> list[Any]:
             consts, carry, slices = split_operands(equation.eqn, values)
             params = equation.eqn.params
-            carry, stacked = run_loop(
-                layer, self.policy, slices, carry, consts, reverse=params["reverse"], unroll=params["unroll"]
-            )
+            num_layers, how = params["length"], {name: params[name] for name in ("reverse", "unroll")}
+            check_layers(self.policy, num_layers)
+            carry, stacked = run_scanned(layer, self.policy, num_layers, slices, {}, carry, consts, **how)
             return [*carry, *stacked]
 
         return {stack.span.start: (functools.partial(_run_equation, equation, bind=bind), stack.span.stop)}
@@ -299,9 +280,10 @@ def _run_equation(equation: Equation, env: dict[Any, Any], bind: Callable[..., S
     env.update(zip(equation.outputs, results, strict=True))
 
 
-@contextlib.contextmanager
-def _scopes(names: Sequence[str]) -> Iterator[None]:
+def _run_piece(piece: Piece, scopes: Sequence[str], function: Callable[..., Sequence[Any]], env: dict[Any, Any]) -> None:
+    """Runs `function`, which stands for a piece of the program, in named scopes."""
     with contextlib.ExitStack() as stack:
-        for name in names:
+        for name in scopes:
             stack.enter_context(jax.named_scope(name))
-        yield
+        results = function(*(env[number] for number in piece.inputs))
+    env.update(zip(piece.outputs, results, strict=True))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
+from jaxremat.chips.catalog import ATTACHED, bundled_names, describe
 from jaxremat.model.presets import PRESETS
-from jaxremat.policy.grammar import ALIASES, GRAMMAR
+from jaxremat.policy.grammar import ALIASES, grammar
 from jaxremat.report.table import list_table, number
 from jaxremat.units import gib
 
@@ -59,7 +59,7 @@ def _mib(digits: int) -> Callable[[float], str]:
 
 def policies() -> Listing:
     """The forms of the policy grammar, and then the aliases from JAX and MaxText."""
-    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in GRAMMAR]
+    rows = [{"policy": form.pattern, "keeps": form.keeps} for form in grammar()]
     rows += [{"policy": alias, "keeps": f"= {text}"} for alias, text in ALIASES.items()]
     return Listing("policy", "policies", rows, {"keeps": "what a layer keeps"}, left=2)
 
@@ -87,11 +87,11 @@ def targets() -> Listing:
     titles = {"memory_bytes": "memory", "compute_capability": "cc", "peak_bf16_flops": "bf16 TFLOP/s"}
     nothing = dict.fromkeys(titles)
     rows: list[dict[str, Any]] = [
-        {"target": "gpu", "device": "the attached NVIDIA GPU", **nothing},
+        {"target": "gpu", "device": f"the attached {ATTACHED.title}", **nothing},
         {"target": "cpu", "device": "this machine's CPU (memory not a GPU's)", **nothing},
     ]
     for name in bundled_names():
-        _, gpu = load_gpu(name)
+        _, gpu = describe(name)
         numbers = (gpu.device_memory_size, ".".join(map(str, gpu.compute_capability)), gpu.peak_bf16_flops)
         rows.append({"target": name, "device": gpu.description, **dict(zip(titles, numbers, strict=True))})
     shows = {"memory_bytes": gib, "peak_bf16_flops": lambda flops: number(flops, unit=1e12)}

@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_NAMES
 from jaxremat.policy.offload import flag_line
-from jaxremat.policy.spec import Names, keeps_inputs_alone
+from jaxremat.policy.spec import Names
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import LAYOUT_WORDS, loss_text, steps_table
 from jaxremat.report.table import gib_number, list_table, number
@@ -70,7 +70,7 @@ def _ms(seconds: float) -> str:
 def _why_named(plan: PlanRecord) -> str:
     if plan.objective == "memory":
         return "That is the named policy of the least bytes; no values were chosen."
-    if all(keeps_inputs_alone(parse(policy)) for policy in (plan.policy, *(step.policy for step in plan.tried))):
+    if all(parse(policy).saves_inputs_alone for policy in (plan.policy, *(step.policy for step in plan.tried))):
         return "That is the named policy of the least bytes: hardly anything else fits."
     return "That is a named policy: no choice of the planner's was predicted to be faster at this batch."
 
@@ -149,12 +149,12 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
     layers = f'jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})'
     lines.append(f"layers = {layers}")
     policy = parse(plan.policy)
-    if isinstance(policy, Names) and not policy.offload and not policy.attention:
-        quoted = ", ".join(f'"{name}"' for name in policy.save)
+    if policy == Names(names := policy.names()):
+        quoted = ", ".join(f'"{name}"' for name in names)
         lines += [
             f"policy = jax.checkpoint_policies.save_only_these_names({quoted})",
             "Block = nn.remat(jaxremat.autoname(Block), policy=policy)  # prevent_cse=False inside nn.scan",
         ]
-        if MAXTEXT_NAMES.issuperset(policy.save):
-            lines.append("remat_policy=custom " + " ".join(f"{name}=device" for name in policy.save) + "  # MaxText")
+        if MAXTEXT_NAMES.issuperset(names):
+            lines.append("remat_policy=custom " + " ".join(f"{name}=device" for name in names) + "  # MaxText")
     return lines

@@ -5,6 +5,7 @@ The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129
 
 from collections.abc import Sequence
 
+from jaxremat.chips.outside import COUNTED_BY, TAKEN_BY
 from jaxremat.policy.offload import REMAT, flag_line
 from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import batch_text, loss_text
@@ -148,9 +149,9 @@ def attached_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     if sizes := sorted(row.outside_bytes for row in run if row.outside_bytes is not None):
         between = " to ".join(dict.fromkeys(map(gib, (sizes[0], sizes[-1]))))
         is_own = all(row.outside_source == "process" for row in run if row.outside_bytes is not None)
-        of_card = "the rise of the whole card's use, as NVML doesn't tell the process's own"
-        how = "NVML's count of the process" if is_own else of_card
-        said.append(f"Outside the allocator's pool (CUDA context, libraries' workspaces): {between}, by {how}.")
+        of_card = f"the rise of the whole card's use, as {COUNTED_BY} doesn't tell the process's own"
+        how = f"{COUNTED_BY}'s count of the process" if is_own else of_card
+        said.append(f"Outside the allocator's pool ({TAKEN_BY}): {between}, by {how}.")
     return said
 
 

@@ -91,7 +91,7 @@ def batch_text(row: Any) -> str:
 
 
 def loss_text(row: StepRecord | PlanRecord) -> str:
-    """The decoder's loss, to put at the end of a title: `, full loss`.
+    """The loss, to put at the end of a title: `, full loss`.
 
     Empty for a workload that has only its own.
     """

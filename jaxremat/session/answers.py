@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from jaxremat.session.session import Session
 
 
-def _ignore(text: str) -> None:
-    """Ignores a line of text."""
-
-
 @dataclass(frozen=True)
 class Listener:
     """The functions that are called while an answer is made.
@@ -46,8 +42,8 @@ class Listener:
     """
 
     record: Callable[[Record], None]
-    progress: Callable[[str], None] = _ignore
-    note: Callable[[str], None] = _ignore
+    progress: Callable[[str], None] = lambda text: None
+    note: Callable[[str], None] = lambda text: None
     so_far: Callable[[TrialRecord | MeshChoiceRecord], None] = lambda record: None
 
 

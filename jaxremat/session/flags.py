@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
+from jaxremat.chips.catalog import PRESETS
 from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
-from jaxremat.policy.grammar import GRAMMAR
+from jaxremat.policy.grammar import grammar
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.session.fields import converted, whole_numbers
 from jaxremat.units import parse_bytes
-from jaxremat.xla.options import PRESETS
 
 Words = tuple[str, ...]
 #: The preset that is taken where neither --model nor --hf is given.
@@ -38,7 +38,7 @@ Listable = Literal["policies", "models", "targets", "optimizers", "names", "shar
 #: The help text of --policy, shared by `run`, `explain` and `sweep`.
 POLICY_HELP = (
     "Policies: what the layers save for the backward pass, such as none, dots, save:NAME, every:2, or auto to have one planned. "
-    f"All forms: {', '.join(form.pattern for form in GRAMMAR)}, and plan:FILE for a plan that was saved before. "
+    f"All forms: {', '.join(form.pattern for form in grammar())}, and plan:FILE for a plan that was saved before. "
     "auto chooses batch and loss, too, unless they are given. --list policies says what each one saves. Default: dots."
 )
 
@@ -183,7 +183,7 @@ class ProcessFlags:
 class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     """Which rematerialization policy, which batch, how fast.
 
-    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached NVIDIA GPU, or for a
+    Compiles the training step, reads XLA's memory, finds the largest batch that fits: on an attached GPU, or for a
     GPU that isn't in this machine.
     """
 

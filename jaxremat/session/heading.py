@@ -24,9 +24,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
     is written for.
     """
-    from jaxremat.policy.offload import PASS, flag_line, has_fault, offloads
-    from jaxremat.policy.spec import describe, saves_attention
-    from jaxremat.search.budget import RESERVE_NEEDED
+    from jaxremat.policy.offload import PASS, flag_line, has_fault
     from jaxremat.units import gib
 
     target, num_layers = trials.target, trials.factory.num_layers()
@@ -38,15 +36,16 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     }[target.kind]
     losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
-    if request.model_line:
-        yield request.model_line
+    if request.model.line:
+        yield request.model.line
     yield f"step      {_step_sentence(trials, losses, batch)}"
     times = f"{target.mesh_shape.num_devices} x " if target.mesh else ""
     yield f"target    {target.name}: {times}{target.description}, {where}"
-    if target.is_before_ampere and trials.factory.compute_dtype() == "bfloat16":
+    if target.lacks_bf16 and trials.workload_at(batch).compute_dtype == "bfloat16":
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
-        places = _places_sentence(target.mesh_shape.nodes, target.num_processes)
+        nodes, processes = target.mesh_shape.nodes, target.num_processes
+        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     if target.mesh_shape.is_own:
         yield _batch_sentence(trials, batch)
@@ -57,19 +56,21 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
-        yield f"outside   {gib(trials.reserve_bytes)} are left for the CUDA context and NCCL; what these take is {RESERVE_NEEDED}"
+        outside, needed = target.chip.outside, target.chip.outside_needed
+        yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"
     policies = [
         requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
         for requested in request.policies
         if not isinstance(requested.policy, Auto | Frontier)
     ]
     for policy in policies:
-        if num_layers and (said := describe(policy, num_layers)):
+        if num_layers and (said := policy.describe(num_layers)):
             yield f"policy    {policy}: {said}"
-    if target.platform == "cuda" and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
+    offloads = any(policy.offloads for policy in policies)
+    if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and offloads:
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"
-    if trials.factory.facts(trials.train).attention == "xla" and any(map(saves_attention, policies)):
+    if trials.factory.facts(trials.train).attention == "xla" and any(policy.saves_attention for policy in policies):
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
@@ -100,10 +101,6 @@ def _state_sentence(trials: "Trials", batch: int | None) -> str:
     )
 
 
-def _places_sentence(nodes: int, processes: int) -> str:
-    return (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
-
-
 def _model_sentence(trials: "Trials", batch: int | None) -> str:
     """The parameters in words: `124,439,808 parameters in float32, compute in bfloat16`."""
     from jaxremat.step.step import state_and_argument_bytes
@@ -112,9 +109,8 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
     workload = trials.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
-    computed = trials.factory.compute_dtype()
     parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
-    return f"{parameters}, compute in {computed}" if computed else parameters
+    return f"{parameters}, compute in {workload.compute_dtype}" if workload.compute_dtype else parameters
 
 
 def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str:
@@ -155,7 +151,7 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 def _inputs_sentence(trials: "Trials") -> str:
     """What the measured steps are run with, or why none is run.
 
-    Empty for the decoder, and for batches of the user's own.
+    Empty for batches of the workload's own.
     """
     from jaxremat.step.inputs import said_inputs
 

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError, alone, bad_value, both, reject
-from jaxremat.model.flops import model_flops
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
@@ -81,19 +79,15 @@ def bucketed_by(flags: RunFlags) -> Bucketed:
     histogram, cut, model = read_histogram(flags.lengths), _cut(flags), requested_model(at_length(flags, 1)).model
     num_cut = histogram.longer_than(cut) if cut else 0
     histogram = histogram.cut_at(cut) if cut else histogram
-    upto = model.max_seq_len if isinstance(model, ModelConfig) and model.positions == "learned" else None
+    upto = model.max_seq_len
     if upto and histogram.longest > upto:
         raise UsageError(
             f"--lengths has sequences of up to {histogram.longest} tokens",
             allowed=f"up to the model's {upto} learned positions",
             next_step=f"--seq-len {upto} cuts longer sequences; --max-seq-len {histogram.longest} makes the table longer",
         )
-
-    def cost(length: int) -> float:
-        return model_flops(model, 1, length) if isinstance(model, ModelConfig) else length
-
     longest = min((bound for bound in (cut, upto) if bound), default=None)
-    buckets = make_buckets(histogram, num_buckets, cost, granularity(histogram.longest), longest)
+    buckets = make_buckets(histogram, num_buckets, model.flops_at, granularity(histogram.longest), longest)
     return Bucketed(histogram, num_cut, buckets)
 
 

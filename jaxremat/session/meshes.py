@@ -3,13 +3,11 @@
 The sensible meshes of the request's devices are compared, and a session is opened on the best one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.config import ModelConfig
 from jaxremat.errors import TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.model.on_mesh import check_mesh
 from jaxremat.session.answers import Listener, policy_in_short
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session
@@ -22,22 +20,14 @@ if TYPE_CHECKING:
     from jaxremat.trial.comparisons import MeshChoiceRecord
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The mesh of the best answer for a policy.
-
-    Attributes:
-        record: the meshes side by side.
-        session: the session of this policy on that mesh, with the steps that were compiled. None where the state fits on
-            no mesh.
-    """
-
-    record: "MeshChoiceRecord"
-    session: Session | None
-
-
-def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Listener) -> Chosen:
+def choose_mesh(
+    request: Request[Any], requested: RequestedPolicy, listener: Listener
+) -> "tuple[MeshChoiceRecord, Session | None]":
     """Compares the meshes of `request` for the policy `requested`.
+
+    Returns:
+        The meshes side by side, and the session of this policy on the best of them, with the steps that were compiled. The
+        latter is None where the state fits on no mesh.
 
     Raises:
         UsageError: no mesh goes with the request.
@@ -104,11 +94,11 @@ def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Lis
     )
     best, record = compared.best, record_of(compared)
     if best is None or best.trials is None:
-        return Chosen(record, None)
+        return record, None
     on_best = replace(request, mesh=_or_none(best.mesh))
     session = Session.of(on_best, best.trials.target, factory=best.trials.factory).with_trials(steps=best.trials.steps)
     session.planned_batch = best.batch
-    return Chosen(record, session)
+    return record, session
 
 
 def _or_none(mesh: MeshShape) -> MeshShape | None:
@@ -121,11 +111,10 @@ def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
         return f"has {mesh.num_members} data-parallel groups, which don't divide the global batch {global_batch}"
-    if isinstance(request.model, ModelConfig):
-        try:
-            check_mesh(request.model, mesh, planned=isinstance(requested.policy, Auto))
-        except UsageError as error:
-            return error.got.removeprefix(f"--mesh {mesh} ")
+    try:
+        request.model.check_mesh(mesh, isinstance(requested.policy, Auto))
+    except UsageError as error:
+        return error.got.removeprefix(f"--mesh {mesh} ")
     return ""
 
 

@@ -11,12 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxremat.config import ModelConfig
 from jaxremat.errors import flag_of
 from jaxremat.session.flags import ProcessFlags
 from jaxremat.session.request import Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.workload.given import GivenModel
 
 #: From the flags, the request and the kind of its target (`Target.kind`) to the reason. Empty: the flag has an effect.
 Reason = Callable[[Any, Request[Any], str], str]
@@ -49,15 +47,8 @@ def _if(reason: str, holds: Callable[[Any, Request[Any]], object]) -> Reason:
     return lambda flags, request, kind: reason if holds(flags, request) else ""
 
 
-def _of_model(reason: str, holds: Callable[[ModelConfig], object]) -> Reason:
-    return _if(reason, lambda _, request: isinstance(request.model, ModelConfig) and holds(request.model))
-
-
 _CPU = "a CPU's budget is the available memory"
-_EXPERTS = _of_model("the layers have no experts (--num-experts)", lambda model: not model.has_experts)
-_LEARNED = _of_model("positions are learned (--positions)", lambda model: model.positions == "learned")
-_BIASES = _of_model("all projections have biases (--use-bias)", lambda model: model.use_bias)
-#: By field, why its flag has no effect. A flag that isn't here always has one.
+#: By field, why its flag has no effect. `Model.no_effect` has the others.
 _REASONS: dict[str, Reason] = {
     "steps": _not_run,
     "data": _not_run,
@@ -69,17 +60,7 @@ _REASONS: dict[str, Reason] = {
     ),
     "checkpoint_every": _if("it goes with --run-dir", lambda flags, _: flags.run_dir is None),
     "eval_batches": _if("it goes with --eval-every", lambda flags, _: flags.eval_every == 0),
-    "sample_tokens": _if("only the decoder writes text", lambda _, request: isinstance(request.model, GivenModel)),
     "decay_steps": _if("the schedule is constant", lambda _, request: request.train.schedule == "constant"),
-    **dict.fromkeys(("rope_theta", "rope_scaling", "rotary_fraction"), _LEARNED),
-    "max_seq_len": _of_model(
-        "positions are rope's, which isn't stretched", lambda model: model.positions == "rope" and not model.rope_scaling
-    ),
-    **dict.fromkeys(("experts_per_token", "normalize_routing", "router_loss", "dispatch"), _EXPERTS),
-    "window_pattern": _of_model("no layer has a window (--sliding-window)", lambda model: not model.sliding_window),
-    "qk_norm_over": _of_model("queries and keys have no norm (--qk-norm)", lambda model: not model.qk_norm),
-    **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), _BIASES),
-    "exact_gelu": _of_model("the MLP has no GELU (--mlp)", lambda model: model.mlp == "swiglu"),
 }
 
 
@@ -90,8 +71,12 @@ def without_effect(request: Request[Any], kind: str) -> tuple[str, ...]:
         request: the parsed and checked flags.
         kind: the kind of the target (`Target.kind`).
     """
-    given = [name for name in _fields_given(request.flags) if name in _REASONS]
-    found = ((name, _REASONS[name](request.flags, request, kind)) for name in given)
+    of_model = request.model.no_effect
+
+    def reason(name: str) -> str:
+        return _REASONS[name](request.flags, request, kind) if name in _REASONS else of_model.get(name, "")
+
+    found = ((name, reason(name)) for name in _fields_given(request.flags))
     return tuple(f"{flag_of(name)} has no effect: {reason}" for name, reason in found if reason)
 
 

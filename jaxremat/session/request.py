@@ -3,37 +3,33 @@
 Checks that need JAX come later, in `Session.of`. An example:
 
     check_run(RunFlags(policy=("dots",), batch=(8, 16)))
-    # Request(policies=(RequestedPolicy("dots", Rule("dots")),), model=ModelConfig("gpt2", ...), batches=(8, 16), ...)
+    # Request(policies=(RequestedPolicy("dots", Rule("dots")),), model=Model("gpt2", ...), batches=(8, 16), ...)
 """
 
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from jaxremat.chips.nvidia.gpu import load_gpu
-from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
+from jaxremat.chips.catalog import PRESETS, describe
+from jaxremat.config import Layout, TrainConfig, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
-from jaxremat.model.hf import read_hf
-from jaxremat.model.on_mesh import check_mesh
-from jaxremat.model.presets import preset
+from jaxremat.model.requested import named_decoder
 from jaxremat.policy.grammar import parse
-from jaxremat.policy.spec import Every, Mix, OneIn, Policy
+from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
 from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
-from jaxremat.workload.given import OWN_LOSS, GivenModel
+from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import Model, given_model
 from jaxremat.workload.source import find_source, is_spec
-from jaxremat.xla.options import PRESETS
 
 #: The most steps that are measured.
 MAX_STEPS = 10**6
 #: What --mesh says to have the mesh chosen.
 MESH_AUTO = "auto"
-#: The flags of the training step that only the decoder has.
-DECODER_FLAGS = ("loss",)
 
 
 @dataclass(frozen=True)
@@ -72,15 +68,12 @@ class RequestedModel:
     """A model with its training step.
 
     Attributes:
-        model: the preset or the model of --hf with the fields that the flags change, or what --model says of a workload of the
-            user's own.
+        model: the preset or the model of --hf with the fields that the flags change, or a workload of the user's own.
         train: the training step's settings.
-        line: the line of the heading that says where the model's sizes come from. Empty for what --model names.
     """
 
-    model: ModelConfig | GivenModel
+    model: Model
     train: TrainConfig
-    line: str = ""
 
 
 StepFlagsT = TypeVar("StepFlagsT", bound=StepFlags)
@@ -92,14 +85,12 @@ class Request(Generic[StepFlagsT]):
 
     Attributes:
         policies: the policies, each with each preset of XLA's options. No two are the same.
-        model: the preset or the model of --hf with the fields that the flags change, or what --model says of a workload of the
-            user's own.
+        model: the preset or the model of --hf with the fields that the flags change, or a workload of the user's own.
         train: the training step's settings.
         batches: the batches to compile. Empty if the largest batch is to be found.
         budget_bytes: the bytes that a step may use, if --budget was given.
         flags: the flags themselves.
         mesh: the devices, if several were requested.
-        model_line: the line of the heading that says where the model's sizes come from. Empty for presets.
         lengths: the lengths of --seq-len, if there are several, or of the buckets of --lengths. `train` then has the first of
             them.
         bucketed: the data set of --lengths in buckets.
@@ -107,13 +98,12 @@ class Request(Generic[StepFlagsT]):
     """
 
     policies: tuple[RequestedPolicy, ...]
-    model: ModelConfig | GivenModel
+    model: Model
     train: TrainConfig
     batches: tuple[int, ...]
     budget_bytes: int | None
     flags: StepFlagsT
     mesh: MeshShape | None = None
-    model_line: str = ""
     lengths: tuple[int, ...] = ()
     bucketed: Bucketed | None = None
     meshes: tuple[MeshShape, ...] = ()
@@ -155,8 +145,13 @@ def without_planning(flags: RunFlags) -> RunFlags:
     return replace(flags, objective="time", offload=False, fields=fields)
 
 
-def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Request[StepFlagsT]:
-    """The request of the flags that `run` and `explain` share.
+def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, one_mesh: str = "") -> Request[StepFlagsT]:
+    """The request of the flags that commands which compile steps share.
+
+    Args:
+        flags: the flags.
+        requested: the model in place of the one that the flags name.
+        one_mesh: why the command compares no meshes. Empty if it does.
 
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
@@ -169,7 +164,9 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Re
         allowed = "a share from 0 to below 1"
         raise bad_value("--headroom", f"{flags.headroom:g}", allowed, "0.02 leaves 2 % of the limit free")
     if flags.target not in (None, "gpu", "cpu"):
-        load_gpu(flags.target)
+        describe(flags.target)
+    reject((one_mesh and flags.mesh == MESH_AUTO, f"--mesh auto compares meshes in jaxremat run, and {one_mesh}",
+            "--mesh fsdp=8, or another mesh"))  # fmt: skip
     policies = _policies(flags, requested.model)
     planned, texts = _is_planned(policies), ", ".join(one.text for one in policies)
     reject(
@@ -187,24 +184,20 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None) -> Re
     _check_global_batch(flags, policies)
     mesh, meshes = _meshes(flags, requested.model, planned=planned)
     model, train = requested.model, requested.train
-    return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, requested.line, meshes=meshes)
+    return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
 
 
 def requested_model(flags: StepFlags) -> RequestedModel:
     """The model of --model or --hf, with the fields that the other flags change.
 
-    `requested_model(RunFlags(model="llama3-8b"))` has `ModelConfig("llama3-8b", ...)` and `TrainConfig(seq_len=2048)`.
+    `requested_model(RunFlags(model="llama3-8b"))` has `Model("llama3-8b", ...)` and `TrainConfig(seq_len=2048)`.
 
     Raises:
         UsageError: there is no such model, or the flags don't go with it.
     """
-    named, training, line = flags.hf or flags.model or DEFAULT_MODEL, _given(flags.training), ""
+    named, training = flags.hf or flags.model or DEFAULT_MODEL, _given(flags.training)
     lengths, is_own = training.pop("seq_len", ()), flags.hf is None and is_spec(named)
-    of_presets = [
-        *_given(flags.fields),
-        *(name for name in DECODER_FLAGS if name in training),
-        *(["data"] if flags.data else []),
-    ]
+    of_presets = [name for name in _given(flags.fields) if name != "scan_layers"] + ["data"] * bool(flags.data)
     of_own = flag_of("model_arg" if flags.model_arg else "layers")
     whose = f"--hf {named} is one of a known family" if flags.hf is not None else f"--model {named} is a preset"
     reject(
@@ -219,19 +212,16 @@ def requested_model(flags: StepFlags) -> RequestedModel:
     )  # fmt: skip
     if lengths:
         training["seq_len"] = lengths[0]
+    fields = changed_fields(flags.fields)
     if is_own:
         find_source(named)
-        model = GivenModel(named, flags.model_arg, flags.layers, training.get("seq_len"))
-        return RequestedModel(model, override(TrainConfig(), **training))
-    fields = changed_fields(flags.fields)
-    if flags.hf is not None:
-        found = read_hf(flags.hf, fields)
-        model, seq_len, line = found.config, found.seq_len, found.line()
+        keywords = {name: value for name, value in (training | fields).items() if name in ("seq_len", "loss", "scan_layers")}
+        model = given_model(GivenModel(named, flags.model_arg, flags.layers, keywords))
     else:
-        model, seq_len = override(preset(named).config, **fields), preset(named).seq_len
-    train = override(TrainConfig(seq_len=seq_len), **training)
-    check(model, train)
-    return RequestedModel(model, train, line)
+        model = named_decoder(flags.hf, named, fields)
+    train = override(TrainConfig(seq_len=model.seq_len), **training)
+    model.check(train)
+    return RequestedModel(model, train)
 
 
 def changed_fields(fields: Any) -> dict[str, Any]:
@@ -308,24 +298,21 @@ def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...])
             )
 
 
-def _meshes(
-    flags: StepFlags, model: ModelConfig | GivenModel, *, planned: bool
-) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
+def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
     """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
-    is_decoder = isinstance(model, ModelConfig)
     if flags.mesh == MESH_AUTO:
         mesh = parse_mesh(None, flags.devices, flags.nodes)
         if mesh is None:
             raise UsageError(
                 "--mesh auto compares meshes of --devices, which wasn't given", next_step="--mesh auto --devices 8"
             )
-        experts = model.num_experts if is_decoder else 1
-        return mesh, sensible_meshes(mesh.num_devices, mesh.nodes, num_experts=experts, has_tensor=is_decoder)
+        shape = mesh.num_devices, mesh.nodes
+        return mesh, sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
     mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes), flags.global_batch
-    if mesh and total is not None and total % mesh.num_members and (is_decoder or flags.mesh):
+    if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
         raise uneven_groups(total, mesh)
-    if mesh and is_decoder:
-        check_mesh(model, mesh, planned=planned)
+    if mesh:
+        model.check_mesh(mesh, planned)
     return mesh, ()
 
 
@@ -344,12 +331,12 @@ def _within(flag: str, value: float | None, above: float, upto: float) -> None:
         raise bad_value(flag, f"{value:g}", f"a number above {above} and up to {upto}")
 
 
-def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[RequestedPolicy, ...]:
+def _policies(flags: StepFlags, model: Model) -> tuple[RequestedPolicy, ...]:
     """The policies of --policy, no two the same, each with each preset of --xla-preset."""
     parsed: dict[str, RequestedPolicy] = {}
     for text in flags.policy or ("dots",):
         policy = _policy(text, flags, model)
-        if isinstance(policy, Every | OneIn | Mix) and isinstance(model, ModelConfig):
+        if isinstance(policy, Policy) and model.num_layers is not None:
             policy.size(model.num_layers)
         if flags.xla_remat and isinstance(policy, Auto):
             raise UsageError(
@@ -361,19 +348,17 @@ def _policies(flags: StepFlags, model: ModelConfig | GivenModel) -> tuple[Reques
     return tuple(replace(one, xla_preset=name) for one in parsed.values() for name in _xla_presets(flags))
 
 
-def _policy(text: str, flags: StepFlags, model: ModelConfig | GivenModel) -> Policy | Auto | PlanFile:
+def _policy(text: str, flags: StepFlags, model: Model) -> Policy | Auto | PlanFile:
     """The policy of a text.
 
-    A workload of the user's own has its own loss, and its layers run as its author wrote them.
+    A plan chooses among the losses and layouts of the model, unless flags say them.
     """
     if text.startswith("plan:"):
         return load_plan(text.removeprefix("plan:"))
     if text != "auto":
         return parse(text)
-    is_own = isinstance(model, GivenModel)
-    losses = (flags.training.loss,) if flags.training.loss else (OWN_LOSS,) if is_own else ("full", "chunked")
-    has_choice = not is_own and model.num_layers > 1 and flags.fields.scan_layers in (None, "auto")
-    return Auto(losses, ("loop", "unrolled") if has_choice else ())
+    losses = (flags.training.loss,) if flags.training.loss else model.losses
+    return Auto(losses, model.layouts if flags.fields.scan_layers in (None, "auto") else ())
 
 
 def _xla_presets(flags: StepFlags) -> tuple[str, ...]:

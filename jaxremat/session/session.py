@@ -15,6 +15,7 @@ A command opens it from its flags:
     answer_policy(session, session.request.policies[0], Listener(record=print))   # one TrialRecord
 """
 
+import dataclasses
 import functools
 import inspect
 import sys
@@ -26,24 +27,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxremat.config import Objective, TrainConfig, override
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, nearest, reject
 from jaxremat.policy.spec import Policy
 from jaxremat.session.distributed import least_of_all
 from jaxremat.session.fields import filled, flags_of
-from jaxremat.session.flags import RunFlags
+from jaxremat.session.flags import ModelFlags, RunFlags
 from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
-from jaxremat.session.workloads import factory_for, fitted
+from jaxremat.session.workloads import fitted
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
 from jaxremat.units import parse_bytes
 from jaxremat.workload.given import GivenModel
+from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
-    from jaxremat.model.attention import AttentionChoice
     from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
@@ -108,7 +109,12 @@ class Session:
         given, factory = None, None
         name = getattr(model, "__name__", "workload")
         if not named:
-            given = RequestedModel(GivenModel(name, (), flags.layers), _train_of(flags))
+            of_presets = [*(f.name for f in dataclasses.fields(ModelFlags)), "seq_len", "loss", "data", "model_arg"]
+            unread = next((f"{option}={value!r}" for option, value in options.items() if option in of_presets), "")
+            reject((unread, f"Session got {unread} beside a workload of your own",
+                    "give it to your function, as functools.partial(workload, seq_len=64) does"))  # fmt: skip
+            train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
+            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
         request = check_run(flags, given)
         if request.meshes:
             raise UsageError(
@@ -129,7 +135,7 @@ class Session:
         request: Request[Any],
         target: "Target",
         *,
-        attention: "AttentionChoice | None" = None,
+        attention: str | None = None,
         factory: "WorkloadFactory | None" = None,
     ) -> "Session":
         """The session of a request that a command has checked.
@@ -137,7 +143,7 @@ class Session:
         Args:
             request: what the flags request.
             target: the device that the steps are compiled for.
-            attention: the attention, if it was chosen before. Choosing it takes a compile.
+            attention: the attention, such as `xla`, if it was chosen before. Choosing it takes a compile.
             factory: the factory of the workload, if it was made before.
 
         Raises:
@@ -146,17 +152,17 @@ class Session:
         from jaxremat.trial.trials import Trials
         from jaxremat.xla.own_mesh import on_mesh_of
 
-        flags, train = request.flags, request.train
+        flags = request.flags
         target = _in_job(request, target)
-        factory = factory or factory_for(request, target, attention)
-        workload = factory.at(None, train)
-        target = on_mesh_of(workload, target, train)
+        factory = factory or request.model.factory(request, target, attention)
+        workload = factory.at(None, request.train)
+        target = on_mesh_of(workload, target, request.train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
         trials = Trials(
             factory,
-            train,
+            request.train,
             target,
             budget.num_bytes,
             global_batch=flags.global_batch and flags.global_batch // target.mesh_shape.num_members,
@@ -364,11 +370,11 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target"
     Raises:
         UsageError: it is neither.
     """
-    from jaxremat.workload.factory import GivenFactory
+    from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
     if isinstance(model, Workload):
-        return GivenFactory(name, lambda batch: model, layers=layers)
+        return WorkloadFactory(name, lambda batch: model, layers=layers)
     if not callable(model):
         raise UsageError(
             f"Session got {type(model).__name__} {model!r} as its model",
@@ -380,7 +386,7 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target"
     signature = inspect.signature(model)
     takes_devices, batch = takes_devices_of(signature), signature.parameters.get("batch")
     make: Any = functools.partial(model, devices=target.devices) if takes_devices else model
-    return GivenFactory(
+    return WorkloadFactory(
         name,
         lambda size: make() if batch is None or size is None else make(batch=size),
         batch is not None,

@@ -7,7 +7,7 @@ What they print is recorded.
 
 No program outlives the process that started it, however that one dies. Linux kills the program when its parent is gone
 (`prctl(PR_SET_PDEATHSIG)`, man 2 prctl). A reaper, one small process for all programs, then kills what they had started in
-turn, such as ptxas. Each program has a session of its own: a Ctrl-C reaches only the parent, and the program can be killed
+turn, such as an assembler. Each program has a session of its own: a Ctrl-C reaches only the parent, and the program can be killed
 as a group.
 """
 

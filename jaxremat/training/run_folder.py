@@ -47,7 +47,7 @@ class RunConfig:
 
 def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
     """The configuration of a run under a policy, with a batch for each data-parallel group."""
-    train = trials.train_at(batch)
+    train, workload = trials.train_at(batch), trials.workload_at()
     fields = {"model": trials.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
     rounding: dict[str, Any] = {"policy": policy}
@@ -57,14 +57,14 @@ def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
     decides |= {
         "optimizer": trials.optimizer,
         "global_batch": trials.global_batch_at(batch),
-        "data": trials.factory.data_hash(),
+        "data": workload.data_hash() if workload.data_hash else "",
         "random_keys": KEYS,
     }
     rounding |= {
         "target": f"{trials.target.name}: {trials.target.description}",
         "mesh": str(trials.target.mesh_shape),
         "processes": trials.target.num_processes,
-        "attention": trials.factory.facts(train).attention,
+        "attention": workload.attention,
         "xla_preset": trials.xla_preset,
         "xla_remat": trials.xla_remat or None,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS") or None,

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from jaxremat.chips.installed import PLUGINS
 from jaxremat.system.files import cache_folder
 from jaxremat.trial.record import Record, TrialRecord
 
@@ -28,7 +29,6 @@ from jaxremat.trial.record import Record, TrialRecord
 # one, and a step that ran out of memory far below the limit shared the card with something else.
 _PEAK_FROM = 0.5
 _OOM_FROM = 0.8
-_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _Bytes = Annotated[int, msgspec.Meta(gt=0)]
 
 
@@ -79,7 +79,7 @@ NO_HEADROOM = Headroom()
 
 def setup_of(device_kind: str, versions: Mapping[str, str | None]) -> Setup:
     """The setup of a device with these versions."""
-    plugin = next((f"{name} {versions[name]}" for name in _PLUGINS if versions.get(name)), None)
+    plugin = next((f"{name} {versions[name]}" for name in PLUGINS if versions.get(name)), None)
     return Setup(device_kind, versions.get("driver"), versions.get("jax"), versions.get("jaxlib"), plugin)
 
 

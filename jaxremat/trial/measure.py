@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxremat.chips.nvidia.nvml import Reading
-from jaxremat.chips.nvidia.outside import Outside, outside_now
+from jaxremat.chips.outside import Outside, Reading, outside_now
 from jaxremat.step.inputs import placed
 from jaxremat.trial.details import AllocatorBytes
 from jaxremat.workload.user_code import output_to_stderr
@@ -74,7 +73,7 @@ def measure_step(
         num_warmup: steps that aren't timed.
         num_steps: steps that are timed.
         on_step: called with the number of each step, from 0, before it starts.
-        before: NVML's reading from before this process began with the device.
+        before: the driver's reading from before this process began with the device.
     """
     with output_to_stderr(), jax.default_device(device):
         devices = (device, *others)
@@ -104,7 +103,7 @@ def step_timing(
         result: of the last step, the loss or `(loss, aux)`. None where the step isn't made from a loss.
         devices: those that this process has. Of all their figures of memory the largest counts.
         peak_before: the allocator's high-water mark from before the steps, as `largest_peak` gives it.
-        before: NVML's reading from before this process began with the devices.
+        before: the driver's reading from before this process began with the devices.
     """
     allocators = [allocator for one in devices if (allocator := read_allocator(one))]
     allocator = max(allocators, key=lambda one: one.peak_bytes or 0, default=None)

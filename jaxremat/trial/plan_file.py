@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from jaxremat.chips.installed import COMPILERS
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.mesh.axes import MeshAxes, axes_of_data
@@ -26,8 +27,6 @@ from jaxremat.trial.record import PlanRecord
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import as_flags
 
-#: Versions that change the compiled program.
-_COMPILERS = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13")
 _FRESH = "write one with --policy auto --save-plan FILE"
 
 
@@ -100,6 +99,15 @@ def load_plan(path: str) -> PlanFile:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"it is no JSON ({error})"
         raise UsageError(f"plan {path!r} cannot be read: {reason}", next_step=_FRESH) from None
+    return plan_of(path, found)
+
+
+def plan_of(path: str, found: Any) -> PlanFile:
+    """The plan that is `found` in the file at `path`, as JSON has it.
+
+    Raises:
+        UsageError: it isn't a plan.
+    """
     try:
         proven = from_row(found)
         if not isinstance(proven, PlanRecord):
@@ -143,7 +151,7 @@ def differences(
         ]
     found += [f"mesh {mesh} for {mesh_then}"] if mesh != mesh_then else []
     found += [f"XLA's flags {flags or 'None'} for {flags_then or 'None'}"] if flags != flags_then else []
-    pairs = [(name, versions.get(name), proven.versions.get(name)) for name in _COMPILERS]
+    pairs = [(name, versions.get(name), proven.versions.get(name)) for name in COMPILERS]
     return found + [f"{name} {now} for {before}" for name, now, before in pairs if now != before]
 
 

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.chips.chip import Matmuls
 from jaxremat.config import Layout
 from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
@@ -87,7 +88,7 @@ class StepRecord(AnyRecord):
     optimizer: str | None
     grad_dtype: str | None = None
     attention: str | None
-    matmuls: Literal["autotuned", "cublas", "triton"] | None = None
+    matmuls: Matmuls | None = None
     xla_preset: str = "default"
     disabled_pass: str | None = None
     budget_bytes: int
@@ -119,7 +120,7 @@ class TrialRecord(StepRecord):
         host_temp_bytes: of temporaries in the host's memory.
         generated_code_bytes: of the program.
         budget_terms: how the budget is made up.
-        reserve_bytes: what the budget leaves of each GPU of a mesh that isn't here, for CUDA context, NCCL and libraries.
+        reserve_bytes: what the budget leaves of each GPU of a mesh that isn't here, for what a process takes outside of the pool.
         reserve_source: how much these are known to take.
         limit_bytes: limit of an attached GPU's allocator.
         ran: how running the step ended; None where it wasn't run.
@@ -127,7 +128,7 @@ class TrialRecord(StepRecord):
         measured_peak_bytes: the allocator's high-water mark, if this step set it.
         measured_over_total_percent: how far the mark is above `total_bytes`.
         outside_bytes: what the process had on the card outside the allocator's pool.
-        outside_source: whether that is NVML's count of the process, or the rise of the whole card's use.
+        outside_source: whether that is the driver's count of the process, or the rise of the whole card's use.
         lower_s: seconds that tracing and lowering took.
         compile_s: seconds that compiling took.
         step_s: median of the measured steps, or else the predicted seconds.
@@ -442,7 +443,7 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(text: str) -> bool:
     """Whether an error says that memory ran out.
 
-    XLA, CUDA, cuBLAS, cuDNN, C++ and Python spell it differently.
+    XLA, the libraries of GPUs, C++ and Python spell it differently.
     """
     return bool(_OUT_OF_MEMORY.search(text))
 

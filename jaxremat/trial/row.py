@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxremat.chips.installed import versions
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.spec import Policy
-from jaxremat.search.budget import RESERVE_NEEDED
 from jaxremat.trial.findings import findings
 from jaxremat.trial.measure import StepTiming
 from jaxremat.trial.record import TrialRecord, is_out_of_memory, picked
@@ -128,7 +127,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         **picked(memory, _OF_MEMORY),
         budget_terms=trials.budget_terms,
         reserve_bytes=trials.reserve_bytes,
-        reserve_source=None if trials.reserve_bytes is None else RESERVE_NEEDED,
+        reserve_source=None if trials.reserve_bytes is None else target.chip.outside_needed,
         limit_bytes=target.memory_bytes if target.kind == "attached" else None,
         fits=memory.total_bytes <= trials.budget_bytes,
         ran="ok" if timing else None,

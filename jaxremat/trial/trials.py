@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxremat.chips.nvidia.nvml import Reading
+from jaxremat.chips.outside import Reading
 from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError
@@ -86,7 +86,7 @@ class Trials:
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
         keep_dump: whether XLA's dump of the program is read, for a map of the memory.
-        before: NVML's reading from before this process began with the device. None where none was taken.
+        before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
         on_compile: called before each compile with the policy and the batch.
         on_base: called with the batch before a step is compiled under `none`, from which recomputation is counted.
@@ -184,9 +184,9 @@ class Trials:
         return (samples or batch * self.num_members) * self.train_at(batch).accumulate
 
     def with_loss(self, loss: str) -> "Trials":
-        """The trials with another loss of the decoder's.
+        """The trials with another loss.
 
-        They are the same trials if the workload has only its own loss.
+        They are the same trials if the workload has only its own.
         """
         if self.factory.losses() == (OWN_LOSS,) or loss == OWN_LOSS:
             return self
@@ -240,7 +240,7 @@ class Trials:
         """What a remedy of the lint can be: a flag, where the workload has it, or code."""
         if self.workload_at().step is not None:
             return "code"
-        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "decoder flags"
+        return "flags" if self.factory.facts(self.train).loss == OWN_LOSS else "flags with loss"
 
     @property
     def can_run(self) -> bool:
@@ -284,18 +284,21 @@ class Trials:
             raise done
         return done
 
-    def compile_anew(self, policy: Policy, batch: int, *, suggest: bool = True) -> Compilation:
+    def compile_anew(
+        self, policy: Policy, batch: int, *, suggest: bool = True, workload: Workload | None = None
+    ) -> Compilation:
         """The step compiled once more, whatever was compiled before.
 
         Args:
             policy: the policy.
             batch: samples of a microbatch.
             suggest: whether an error of XLA's gets a next step.
+            workload: the workload in place of the factory's at this batch.
 
         Raises:
             CompileError: XLA rejected it.
         """
-        workload, train = self.workload_of(batch), self.train_at(batch)
+        workload, train = workload or self.workload_of(batch), self.train_at(batch)
         return lower_and_compile(
             make_step(workload, train, policy),
             abstract_args(workload, train),
@@ -311,13 +314,13 @@ class Trials:
     def _with_next_step(self, policy: Policy, batch: int, error: CompileError) -> CompileError:
         """The error with a next step where that was tried and compiles.
 
-        An example is XLA's attention in place of cuDNN's.
+        An example is XLA's attention in place of fused attention.
         """
-        if error.next_step or (other := self.factory.otherwise()) is None:
+        if error.next_step or (otherwise := self.workload_of(batch).otherwise) is None:
             return error
-        factory, flag = other
+        workload, flag = otherwise()
         try:
-            dataclasses.replace(self, factory=factory).compile_anew(policy, batch, suggest=False)
+            self.compile_anew(policy, batch, suggest=False, workload=workload)
         except CompileError:
             return error
         return error.with_next_step(f"{flag}, with which it was tried and compiles")

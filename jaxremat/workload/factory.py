@@ -1,16 +1,15 @@
-"""Makes the workload of a run at any batch: a user's factory, or the decoder's in `model/`.
+"""Makes the workload of a run at any batch.
 
-    factory = GivenFactory("mlp", lambda batch: make_mlp(batch or 8), has_free_batch=True)
+    factory = WorkloadFactory("mlp", lambda batch: make_mlp(batch or 8), has_free_batch=True)
     factory.at(32, TrainConfig())       # the workload whose batch has 32 samples
 
 Commands, records and the planner know a workload only through its factory.
 """
 
-import abc
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Self
@@ -37,8 +36,8 @@ class Facts:
 
     Attributes:
         seq_len: tokens per sequence. None where samples aren't sequences of one length, or a user's own workload decides it.
-        loss: `full`, `chunked` or `chunked:N` for the decoder, and `own` for any other workload.
-        attention: `xla` or `cudnn`. None where the workload itself decides.
+        loss: `full`, `chunked` or `chunked:N` where the workload is made with a loss, and `own` for its one loss.
+        attention: `xla`, or the name of the chip's fused attention. None where the workload doesn't say it.
     """
 
     seq_len: int | None = None
@@ -46,158 +45,47 @@ class Facts:
     attention: str | None = None
 
 
-class WorkloadFactory(abc.ABC):
-    """Makes the workload of a run at any batch, and describes it for commands and records."""
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """What tables and records call the workload."""
-
-    @property
-    @abc.abstractmethod
-    def has_free_batch(self) -> bool:
-        """Whether the workload can be made at any batch.
-
-        If not, it has the one batch that it was written for.
-        """
-
-    @property
-    def batch_unit(self) -> int:
-        """The workload can be made at the multiples of this batch."""
-        return 1
-
-    def rows_at(self, batch: int) -> int | None:
-        """The samples at a batch on the workload's own mesh.
-
-        None where nobody can count them.
-        """
-        return None
-
-    @abc.abstractmethod
-    def at(self, batch: int | None, train: TrainConfig) -> Workload:
-        """The workload whose microbatches have `batch` samples; None is the workload's own number."""
-
-    @abc.abstractmethod
-    def config(self) -> dict[str, Any]:
-        """The requested workload, as records hold it under `config.model`."""
-
-    def facts(self, train: TrainConfig) -> Facts:
-        """What records say of a step and only some workloads have."""
-        return Facts()
-
-    def losses(self) -> tuple[str, ...]:
-        """The losses that a plan chooses among."""
-        return (OWN_LOSS,)
-
-    def layout(self) -> Layout | None:
-        """How its repeated layers run. None where only the workload's author can change that."""
-        return None
-
-    def with_layout(self, layout: Layout) -> Self:
-        """The same workload with its layers in this layout.
-
-        The workload itself if only its author can change that.
-        """
-        return self
-
-    def on(self, mesh: AnyMesh | None) -> Self:
-        """The same workload for the devices of another mesh."""
-        return self
-
-    def compute_dtype(self) -> str:
-        """The dtype that it computes in, if it is one for all. Empty otherwise."""
-        return ""
-
-    def lines(self, batch: int | None = None) -> Iterator[str]:
-        """Lines of its own for a command's heading, with the bytes at a batch.
-
-        None takes the one that it is written for.
-        """
-        return iter(())
-
-    def data_hash(self) -> str:
-        """A hash of what is trained on. Empty where only the workload's author knows that."""
-        return ""
-
-    def sampled(self, params: Any, train: TrainConfig, num_tokens: int) -> str:
-        """A text of `num_tokens` tokens that the model with these parameters writes.
-
-        Empty where it doesn't write text.
-        """
-        return ""
-
-    def num_layers(self) -> int:
-        """Number of the repeated layers that policies are about. 0 if there are none."""
-        return 0
-
-    def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> Sequence[NamedValue]:
-        """The named values of one layer in program order, with their bytes at a batch.
-
-        On a mesh, the decoder's layers have names for gathered kernels, too.
-        """
-        return ()
-
-    def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
-        """The policy with its checkpoint names checked, and each alias replaced by its names.
-
-        The names are those of `layer_names` on the same mesh.
-
-        Raises:
-            UnknownNameError: no value of a layer has such a name.
-            UnknownPolicyError: the policy's groups don't fit the number of layers.
-            UsageError: there are no layers.
-        """
-        return policy
-
-    def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
-        """Its repeated layers at a batch, for the planner. None for a workload that is a step.
-
-        On a mesh, the decoder's layers gather their kernels, each under a name.
-        """
-        return None
-
-    def otherwise(self) -> tuple[Self, str] | None:
-        """Another way to compute the same, where XLA rejects the step, and the flag that chooses it."""
-        return None
-
-
-@dataclass(frozen=True, eq=False)
-class GivenFactory(WorkloadFactory):
-    """The factory of a workload that somebody else wrote.
+@dataclass(frozen=True)
+class WorkloadFactory:
+    """Makes the workload of a run at any batch, and describes it for commands and records.
 
     Attributes:
         given_name: what to call the workload where it has no name itself.
         make: makes the workload at a batch, or for None at the batch that it is written for.
-        has_free_batch: whether `make` takes any batch.
+        has_free_batch: whether `make` takes any batch. If not, it has the one batch that it was written for.
         default_batch: the batch that `make` takes for None. None where the batch isn't free or it has no default.
+        options: the keywords that `make` takes beside the batch, with their defaults. `seq_len`, `loss` and `seed` are those of
+            the training step, and `scan_layers` says how the layers run.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
-        requested: the workload by name and arguments, as records hold it.
+        requested: the workload as records hold it under `config.model`, without its name.
         mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
             device.
         target: the `Target` that they are traced for. None where it isn't known.
     """
 
     given_name: str
-    make: Callable[[int | None], Workload]
-    has_free_batch: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+    make: Callable[..., Workload]
+    has_free_batch: bool = False
     default_batch: int | None = field(default=None, kw_only=True)
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True, hash=False)
     layers: tuple[str, ...] = ()
     seq_len: int | None = None
-    requested: dict[str, Any] = field(default_factory=dict)
+    requested: Mapping[str, Any] = field(default_factory=dict, hash=False)
     mesh: AnyMesh | None = None
     target: Any = None
 
     @property
     def name(self) -> str:
+        """What tables and records call the workload."""
         return self._made(None).name or self.given_name
 
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
-        return self._made(batch)
+        """The workload whose microbatches have `batch` samples; None is the workload's own number."""
+        return self._made(batch, train)
 
     @functools.cached_property
-    def batch_unit(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def batch_unit(self) -> int:
         """The smallest batch that the axes of the workload's own mesh divide."""
         default = self.default_batch
         if default is None or not self.has_free_batch or self._made(None).mesh is None:
@@ -217,32 +105,76 @@ class GivenFactory(WorkloadFactory):
         return next(iter(sizes)) if len(sizes) == 1 else None
 
     def on(self, mesh: AnyMesh | None) -> Self:
+        """The same workload for the devices of another mesh."""
         return replace(self, mesh=mesh)
 
-    def facts(self, train: TrainConfig) -> Facts:
-        return Facts(seq_len=self.seq_len)
-
     def config(self) -> dict[str, Any]:
-        return {"name": self.name, **self.requested}
+        """The requested workload, as records hold it under `config.model`."""
+        layout = {name: value for name, value in self.options.items() if name == "scan_layers"}
+        return {"name": self.name, **self.requested, **layout}
+
+    def facts(self, train: TrainConfig) -> Facts:
+        """What records say of a step and only some workloads have."""
+        options = self._options(train)
+        attention = self._made(None, train).attention
+        return Facts(options.get("seq_len", self.seq_len), options.get("loss", OWN_LOSS), attention)
+
+    def losses(self) -> tuple[str, ...]:
+        """The losses that a plan chooses among."""
+        return ("full", "chunked") if "loss" in self.options else (OWN_LOSS,)
+
+    def layout(self) -> Layout | None:
+        """How its repeated layers run. None where only the workload's author can change that."""
+        return {True: "loop", False: "unrolled", None: None}[self.options.get("scan_layers")]
+
+    def with_layout(self, layout: Layout) -> Self:
+        """The same workload with its layers in this layout.
+
+        The workload itself if only its author can change that.
+        """
+        return replace(self, options={**self.options, "scan_layers": layout == "loop"}) if self.layout() else self
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
-        found = self._layers_at(batch) if batch and self.has_free_batch else self.found
+        """Lines of its own for a command's heading, with the bytes at a batch.
+
+        None takes the one that it is written for.
+        """
+        workload = self._made(batch if self.has_free_batch else None)
+        yield from workload.notes
+        found = self.found if workload is self._made(None) else _layers_in(workload)
         for number, line in enumerate(found.lines() if found else ()):
             yield f"{'' if number else 'layers':<10}{line}"
 
     def num_layers(self) -> int:
+        """Number of the repeated layers that policies are about. 0 if there are none."""
+        if own := self._made(None).own_layers:
+            return own.number
         return self.found.num_layers if self.found else 0
 
     def layer_names(self, train: TrainConfig, batch: int, mesh: AnyMesh | None = None) -> Sequence[NamedValue]:
-        found = self.layers_at(batch if self.has_free_batch else None, train)
-        with self._tracing(self._made(None).mesh):
-            return self._values(found)
+        """The named values of the layers in program order, with their bytes at a batch.
 
-    def _values(self, found: FoundLayers | None) -> Sequence[NamedValue]:
-        return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
+        Where the author says which layers there are, they are those of one layer.
+        """
+        batch_made = batch if self.has_free_batch else None
+        if own := self._made(batch_made, train).own_layers:
+            return own.names(mesh)
+        found = self.layers_at(batch_made, train)
+        with self._tracing(self._made(None).mesh):
+            kinds = found.kinds if found else ()
+            return [value for kind in kinds for value in named_values(kind.function, *kind.args)]
 
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
-        workload = self._made(None)
+        """The policy with its checkpoint names checked, and each alias replaced by its names.
+
+        Raises:
+            UnknownNameError: no value of a layer has such a name.
+            UnknownPolicyError: the policy's groups don't fit the number of layers.
+            UsageError: there are no layers.
+        """
+        workload = self._made(None, train)
+        if workload.own_layers:
+            return workload.own_layers.checked(policy, mesh)
         if workload.loss is not None:
             with self._tracing(workload.mesh):
                 jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
@@ -250,40 +182,44 @@ class GivenFactory(WorkloadFactory):
 
     @functools.cached_property
     def found(self) -> FoundLayers | None:
-        """The layers that were found in the loss. None for a workload that is a step."""
-        return self._layers_at(None)
+        """The layers that were found in the loss.
+
+        None for a step, and where the author says which layers there are.
+        """
+        return _layers_in(self._made(None))
 
     def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
-        return self._layers_at(batch)
+        """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
+        workload = self._made(batch, train)
+        return workload.own_layers.found(mesh) if workload.own_layers else _layers_in(workload)
 
-    def _layers_at(self, batch: int | None) -> FoundLayers | None:
-        workload = self._made(batch)
-        if workload.loss is None:
-            return None
-        with self._tracing(workload.mesh):
-            return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+    def _options(self, train: TrainConfig | None) -> dict[str, Any]:
+        """The keywords of `make`, as the training step has them. None leaves the defaults."""
+        return {name: getattr(train, name, default) for name, default in self.options.items()}
 
-    def _made(self, batch: int | None) -> Workload:
-        """The workload at a batch.
+    def _made(self, batch: int | None, train: TrainConfig | None = None) -> Workload:
+        """The workload at a batch, with the options of a training step.
 
-        Two are stored, the one without a batch and the last one, because a workload may hold arrays.
+        Those without a batch are stored, and the last one with a batch, because a workload may hold arrays.
 
         Raises:
             UsageError: nothing grows with the batch, or something grows unevenly.
         """
-        if batch not in self._made_before:
+        options = self._options(train)
+        which = (batch, *options.values())
+        if which not in self._made_before:
             with self._tracing():
-                made = self.make(batch)
+                made = self.make(batch, **options)
             if made.mesh is not None or self.mesh is not None or self.target is not None:
                 made = with_functions(made, lambda function, part: self._traced(function, made.mesh))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
-            if self.has_free_batch:
-                made = self._counted(made, batch)
-            for other in [other for other in self._made_before if other is not None]:
+            if self.has_free_batch and made.samples is None:
+                made = self._counted(made, batch, options)
+            for other in [other for other in self._made_before if other[0] is not None]:
                 del self._made_before[other]
-            self._made_before[batch] = made
-        return self._made_before[batch]
+            self._made_before[which] = made
+        return self._made_before[which]
 
     @contextlib.contextmanager
     def _tracing(self, own: AnyMesh | None = None) -> Iterator[None]:
@@ -297,7 +233,7 @@ class GivenFactory(WorkloadFactory):
     def _traced(self, function: Callable[..., Any], own: AnyMesh | None) -> Callable[..., Any]:
         return with_trace(self._tracing(own)(function), function, lambda trace: self._tracing(own)(trace))
 
-    def _counted(self, made: Workload, batch: int | None) -> Workload:
+    def _counted(self, made: Workload, batch: int | None, options: dict[str, Any]) -> Workload:
         """The workload with its samples.
 
         The one without a batch isn't compared, as its own number is known.
@@ -308,11 +244,11 @@ class GivenFactory(WorkloadFactory):
         name, shapes = made.name or self.given_name, _what_grows(made)
         if not self._growth:
             other = 2 * batch if self.default_batch in (None, batch) else self.default_batch
-            self._growth.append(growth(name, batch, shapes, other, self._shapes_at(other, batch)))
+            self._growth.append(growth(name, batch, shapes, other, self._shapes_at(other, batch, options)))
         samples = self._growth[0].samples(batch, shapes)
         return replace(made, samples=samples) if made.loss else made
 
-    def _shapes_at(self, other: int, batch: int) -> Any:
+    def _shapes_at(self, other: int, batch: int, options: dict[str, Any]) -> Any:
         """What grows, at another batch than the requested one.
 
         Raises:
@@ -320,7 +256,7 @@ class GivenFactory(WorkloadFactory):
         """
         try:
             with self._tracing():
-                return _what_grows(self.make(other))
+                return _what_grows(self.make(other, **options))
         except JaxrematError as error:
             raise UsageError(
                 f"{self.given_name} makes batch {batch} and no batch {other}, and two are compared to see what grows",
@@ -329,7 +265,7 @@ class GivenFactory(WorkloadFactory):
             ) from error
 
     @functools.cached_property
-    def _made_before(self) -> dict[int | None, Workload]:
+    def _made_before(self) -> dict[tuple[Any, ...], Workload]:
         return {}
 
     @functools.cached_property
@@ -351,6 +287,13 @@ def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int
             yield (Fraction(parts) / rate).numerator
 
 
+def _layers_in(workload: Workload) -> FoundLayers | None:
+    if workload.loss is None or workload.own_layers:
+        return None
+    with tracing_on(workload.mesh, is_own=True):
+        return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+
+
 def _what_grows(workload: Workload) -> Any:
     """The shapes of what grows with the batch: the batch of a loss, or the arguments of a step."""
     return workload.abstract_args if workload.loss is None else workload.abstract_batch
@@ -361,7 +304,7 @@ def given_factory(
     mesh: AnyMesh | None = None,
     target: Any = None,
     devices: Callable[[], Sequence[Any]] | None = None,
-) -> GivenFactory:
+) -> WorkloadFactory:
     """The factory of what --model names. The user's code is imported here.
 
     Args:
@@ -377,7 +320,7 @@ def given_factory(
     from jaxremat.workload.load import load_factory
 
     with tracing_for(target), tracing_on(mesh):
-        made = load_factory(given.spec, given.words, given.seq_len, devices)
+        made = load_factory(given.spec, given.words, devices, **given.keywords)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
                 f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",
@@ -386,22 +329,23 @@ def given_factory(
             )
     requested = {"spec": made.name, "arguments": {name: repr(value) for name, value in made.arguments.items()}}
     requested |= {"layers": list(given.layers)}
-    return GivenFactory(
+    return WorkloadFactory(
         made.name,
         made,
         made.has_free_batch,
         given.layers,
-        given.seq_len,
+        given.keywords.get("seq_len"),
         requested,
         None if made.takes_devices else mesh,
         target,
         default_batch=made.default_batch,
+        options=made.options,
     )
 
 
-def factory_of(workload: Workload, name: str = "workload") -> GivenFactory:
+def factory_of(workload: Workload, name: str = "workload") -> WorkloadFactory:
     """The factory of one workload with its one batch."""
-    return GivenFactory(name, lambda batch: workload)
+    return WorkloadFactory(name, lambda batch: workload)
 
 
 def shape_text(tree: Any) -> str:
@@ -410,14 +354,8 @@ def shape_text(tree: Any) -> str:
     Of many leaves, the first three.
     """
     leaves = [
-        f"{jnp.dtype(leaf.dtype).name if _is_plain(leaf) else leaf.dtype}" + _axes(leaf) for leaf in jax.tree.leaves(tree)
+        f"{leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.dtype(leaf.dtype).name}"
+        f"[{','.join(map(str, leaf.shape))}]"
+        for leaf in jax.tree.leaves(tree)
     ]
     return ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
-
-
-def _is_plain(leaf: Any) -> bool:
-    return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
-
-def _axes(leaf: Any) -> str:
-    return f"[{','.join(map(str, leaf.shape))}]"

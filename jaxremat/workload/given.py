@@ -3,9 +3,11 @@
 This module imports neither JAX nor the user's code.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-#: What plans and records call the loss of a workload that isn't the decoder's.
+#: What plans and records call the loss of a workload that has only one.
 OWN_LOSS = "own"
 
 
@@ -17,10 +19,11 @@ class GivenModel:
         spec: `pkg.mod:attr` or `path.py:attr`.
         words: the words of --model-arg, such as `width=128`.
         layers: the glob patterns of --layers.
-        seq_len: the tokens per sequence of --seq-len, for a function with a keyword `seq_len`. None if the flag wasn't given.
+        keywords: what --seq-len, --loss and --scan-layers give to keywords of a function: `seq_len`, `loss` and `scan_layers`.
+            Flags that weren't given aren't there.
     """
 
     spec: str
     words: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
-    seq_len: int | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, both, nearest, reject
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
 from jaxremat.workload.user_code import user_code, wrap_user_batches, wrap_user_function
@@ -46,6 +47,12 @@ MODELS = {
         "eqx.is_array) and a loss(params, batch) that calls eqx.combine(params, static)(batch)",
     ),
 }
+#: By keyword of a function, the flag that gives it, and how the function takes it.
+_TAKES = {
+    "seq_len": ("--seq-len or --lengths", "seq_len: int = 1024"),
+    "loss": ("--loss", "loss: str = 'full'"),
+    "scan_layers": ("--scan-layers", "scan_layers: bool = True"),
+}
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -62,6 +69,7 @@ class Factory:
             --model-arg doesn't give it.
         default_batch: the default of that keyword. None where the batch isn't free or the keyword has no number as default.
         arguments: the function's keywords that --model-arg gives.
+        options: its keywords that flags of a training step give, `loss` and `scan_layers`, with their defaults.
     """
 
     name: str
@@ -69,16 +77,17 @@ class Factory:
     default_batch: int | None
     arguments: Mapping[str, Any]
     _made_from: "Any | Workload" = field(repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
     _devices: Callable[[], Sequence[Any]] | None = field(default=None, repr=False)
-    _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
+    _made: dict[tuple[Any, ...], "Workload"] = field(default_factory=dict, repr=False)
 
     @property
     def takes_devices(self) -> bool:
         """Whether it gets the target's devices, to make a mesh of its own."""
         return self._devices is not None
 
-    def __call__(self, batch: int | None = None) -> "Workload":
-        """The workload at `batch`.
+    def __call__(self, batch: int | None = None, **options: Any) -> "Workload":
+        """The workload at `batch`, with these `options`.
 
         The last one, and that at the default batch, are stored for the next call. Its functions run in `user_code`. If the
         user's code left its name empty, it is `name`.
@@ -86,6 +95,7 @@ class Factory:
         Args:
             batch: samples of one microbatch. None takes the function's default, or the workload's one batch. A workload that
                 is a step has batch 1.
+            **options: what `options` names. By default, its own values.
 
         Raises:
             UsageError: the batch isn't free and another, or it is needed; or the user's function doesn't return a Workload.
@@ -94,27 +104,23 @@ class Factory:
         from jaxremat.workload.workload import Workload
 
         if batch is not None and not self.has_free_batch:
-            own, is_given = self(None), "batch" in self.arguments
-            if batch == (own.num_samples or 1):
-                return own
-            raise UsageError(
-                f"{self.name} has one batch, {own.num_samples or 1}, and batch {batch} was requested",
-                cause="--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch",
-                next_step="leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
-            )
+            own, is_given = self(None, **options), "batch" in self.arguments
+            number = own.num_samples or 1
+            reject((batch != number, f"{self.name} has one batch, {number}, and batch {batch} was requested",
+                    "leave one of the two out" if is_given else "a free batch: def workload(batch: int = 8)",
+                    "--model-arg gives it" if is_given else "a Workload, or a function without the keyword batch"))  # fmt: skip
+            return own
         batch = self.default_batch if batch is None else batch
-        if batch is None and self.has_free_batch:
-            raise UsageError(
-                f"{self.name} needs a batch",
-                cause="its keyword batch has no number as default",
-                next_step="--batch 8, or a default: def workload(batch: int = 8)",
-            )
-        if batch not in self._made:
-            for other in [other for other in self._made if other != self.default_batch]:
+        reject((batch is None and self.has_free_batch, f"{self.name} needs a batch", "--batch 8, or a default, as in batch=8",
+                "its keyword batch has no number as default"))  # fmt: skip
+        options = {**self.options, **options}
+        which = (batch, *options.values())
+        if which not in self._made:
+            for other in [other for other in self._made if other[0] != self.default_batch]:
                 del self._made[other]  # it may hold arrays
             found, devices = self._made_from, []
             if not isinstance(found, Workload):
-                arguments = {**self.arguments, **({} if batch is None else {"batch": batch})}
+                arguments = {**self.arguments, **options, **({} if batch is None else {"batch": batch})}
                 devices = [*self._devices()] if self._devices else []
                 arguments |= {"devices": devices} if devices else {}
                 with user_code(f"the call of {self.name}"):
@@ -126,20 +132,20 @@ class Factory:
                     f"{self.name} took {len(devices)} devices and returned a workload without a mesh",
                     next_step="return jaxremat.Workload(..., mesh=mesh), or take no keyword devices and have --mesh make a mesh",
                 )
-            self._made[batch] = _in_user_code(found, self.name)
-        return self._made[batch]
+            self._made[which] = _in_user_code(found, self.name)
+        return self._made[which]
 
 
 def load_factory(
-    text: str, words: Sequence[str] = (), seq_len: int | None = None, devices: Callable[[], Sequence[Any]] | None = None
+    text: str, words: Sequence[str] = (), devices: Callable[[], Sequence[Any]] | None = None, **keywords: Any
 ) -> Factory:
     """Imports the user's code that --model names, and checks that it makes a workload.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
-        seq_len: what --seq-len gave, for the function's keyword `seq_len`. None if the flag wasn't given.
         devices: gives the target's devices, for the function's keyword `devices`. None leaves that to the function.
+        **keywords: what other flags give to keywords of the function: `seq_len`, `loss` and `scan_layers`.
 
     Raises:
         UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
@@ -150,20 +156,27 @@ def load_factory(
     arguments = parse_arguments(words)
     source = find_source(text)
     found = _attribute(import_source(source), source)
-    if seq_len is not None:
-        arguments = _with_length(arguments, seq_len, found, source)
-    if isinstance(found, Workload):
-        if arguments:
-            raise UsageError(
-                f"--model-arg got {words[0]!r}, and {source.name} is a Workload, which takes no arguments",
-                next_step="leave --model-arg out, or name a function that returns a Workload",
-            )
+    signature = None if isinstance(found, Workload) else _signature(found, source)
+    options = _options(signature, arguments)
+    for name, value in keywords.items():
+        flag, like = _TAKES[name]
+        takes = name in options or (name == "seq_len" and signature and name in signature.parameters)
+        reject(
+            (name in arguments, both(flag, f"--model-arg {name}"), "leave one of them out"),
+            (not takes, f"{name} {value} was requested by {flag}, and {source.name} takes no {name}",
+             f"leave {flag} out, or take the keyword: def workload(batch: int = 8, {like})",
+             "it is a Workload, or a function without such a keyword"),
+        )  # fmt: skip
+    if signature is None:
+        reject((words, f"--model-arg got {[*words, ''][0]!r}, and {source.name} is a Workload, which takes no arguments",
+                "leave --model-arg out, or name a function that returns a Workload"))  # fmt: skip
         return Factory(source.name, False, None, {}, found)
-    signature = _signature(found, source)
+    arguments |= {name: value for name, value in keywords.items() if name not in options}
     batch = _check_arguments(signature, arguments, source)
     default = batch.default if batch and type(batch.default) is int else None
+    options = {name: keywords.get(name, value) for name, value in options.items()}
     takes_devices = "devices" not in arguments and takes_devices_of(signature)
-    return Factory(source.name, batch is not None, default, arguments, found, devices if takes_devices else None)
+    return Factory(source.name, batch is not None, default, arguments, found, options, devices if takes_devices else None)
 
 
 def takes_devices_of(signature: inspect.Signature) -> bool:
@@ -189,14 +202,11 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not (equals and key.isidentifier()):
-            raise UsageError(
-                f"--model-arg got {word!r}",
-                allowed="key=value, with a keyword of the function that --model names",
-                next_step="write it like --model-arg depth=12",
-            )
-        if key in arguments:
-            raise UsageError(f"--model-arg gives {key!r} twice", allowed="each key once", next_step=f"leave {word!r} out")
+        reject(
+            (not (equals and key.isidentifier()), f"--model-arg got {word!r}", "write it like --model-arg depth=12", "",
+             "key=value, with a keyword of the function that --model names"),
+            (key in arguments, f"--model-arg gives {key!r} twice", f"leave {word!r} out", "", "each key once"),
+        )  # fmt: skip
         try:
             arguments[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -320,21 +330,19 @@ def _signature(function: Any, source: Source) -> inspect.Signature:
         ) from None
 
 
-def _with_length(arguments: dict[str, Any], seq_len: int, found: Any, source: Source) -> dict[str, Any]:
-    """The arguments with the length of --seq-len.
+def _options(signature: inspect.Signature | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The function's keywords among which a plan chooses, with their defaults.
 
-    Raises:
-        UsageError: the user's function has no keyword `seq_len`, or --model-arg gives it too.
+    They are `loss` where its default is a value of --loss, and `scan_layers` where it is True or False by default.
     """
-    if "seq_len" in arguments:
-        raise UsageError("--seq-len and --model-arg seq_len were both given", next_step="leave one of them out")
-    if not callable(found) or "seq_len" not in _signature(found, source).parameters:
-        raise UsageError(
-            f"sequences of {seq_len} tokens were requested, and {source.name} takes no length",
-            cause="--seq-len or --lengths was given, and it is a Workload, or a function without the keyword seq_len",
-            next_step="make the length free: def workload(batch: int = 8, seq_len: int = 1024)",
-        )
-    return {**arguments, "seq_len": seq_len}
+    parameters = signature.parameters if signature else {}
+    free = {name: parameter.default for name, parameter in parameters.items() if name not in arguments}
+    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(free.get("loss")))
+    return {
+        name: free[name]
+        for name, holds in (("loss", is_loss), ("scan_layers", type(free.get("scan_layers")) is bool))
+        if holds
+    }
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:
@@ -346,35 +354,24 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
     by_name = {name: parameter for name, parameter in signature.parameters.items() if parameter.kind in _BY_NAME}
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     for key, value in arguments.items():
-        if key not in by_name and not takes_any:
-            raise UsageError(
-                f"--model-arg got {key!r}, which {source.name} doesn't take",
-                allowed=", ".join(by_name) or "none, as the function has no keywords",
-                next_step=nearest(key, by_name) or "leave it out",
-            )
-        if isinstance(value, str) and key in by_name and isinstance(by_name[key].default, bool):
-            raise UsageError(
-                f"--model-arg got '{key}={value}', and {key} is {by_name[key].default} by default",
-                allowed="True or False, as Python writes them",
-                next_step=f"write it like --model-arg {key}={not by_name[key].default}",
-            )
-        if isinstance(value, str) and key in by_name and isinstance(default := by_name[key].default, int | float):
-            raise UsageError(
-                f"--model-arg got '{key}={value}', and {key} is {default} by default",
-                allowed="a number",
-                next_step=f"write it like --model-arg {key}={default}",
-            )
+        default = by_name[key].default if key in by_name else None
+        is_bool = isinstance(default, bool)
+        allowed, like = ("True or False, as Python writes them", not default) if is_bool else ("a number", default)
+        reject(
+            (key not in by_name and not takes_any, f"--model-arg got {key!r}, which {source.name} doesn't take",
+             nearest(key, by_name) or "leave it out", "", ", ".join(by_name) or "none, as the function has no keywords"),
+            (isinstance(value, str) and isinstance(default, int | float),
+             f"--model-arg got '{key}={value}', and {key} is {default} by default", f"write it like --model-arg {key}={like}",
+             "", allowed),
+        )  # fmt: skip
     needed = [
         name
         for name, parameter in signature.parameters.items()
         if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in (*arguments, "batch", "devices")
     ]
-    if needed:
-        raise UsageError(
-            f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
-            cause="it isn't the function that returns the Workload, or it lacks defaults",
-            next_step=f"give a value, like --model-arg {needed[0]}=VALUE",
-        )
+    reject((needed, f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
+            f"give a value, like --model-arg {[*needed, ''][0]}=VALUE",
+            "it isn't the function that returns the Workload, or it lacks defaults"))  # fmt: skip
     return None if "batch" in arguments else by_name.get("batch")
 
 

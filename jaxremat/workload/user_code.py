@@ -211,7 +211,9 @@ def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:
 
 def _is_out_of_device_memory(error: BaseException) -> bool:
     """Whether JAX raised this because the device's memory was full, a result of a trial."""
-    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+    from jax.errors import JaxRuntimeError
+
+    return isinstance(error, JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _shorten(found: traceback.TracebackException) -> None:

@@ -28,6 +28,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
+from jaxremat.workload.own_layers import OwnLayers
 from jaxremat.workload.samples import Samples, samples_of_one
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ MAX_CONCRETE_BYTES = 2**30
 #: The fields that are functions.
 _FUNCTIONS = (
     *("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes", "logical_axes"),
+    *("data_hash", "write_text", "otherwise"),
+)
+#: The fields that go with a loss alone.
+_OF_LOSS = (
+    *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
+    *("matrix_axes", "logical_axes", "own_layers"),
 )
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
@@ -87,8 +94,16 @@ class Workload:
             array lies on it by its own `NamedSharding`, and is replicated without one. What the optimizer has of a parameter lies
             as the parameter does. The functions are traced as under `jax.set_mesh(mesh)`, and the batch is that of all devices.
             Without it `--mesh` makes a mesh.
-        samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). The factory of a function with the
-            keyword `batch` fills it in.
+        samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). By default the workloads of two batches
+            are compared, where a function with the keyword `batch` makes them.
+        own_layers: the repeated layers, where the author says which they are (`jaxremat.workload.own_layers`). By default they
+            are found.
+        compute_dtype: the dtype that it computes in, if it is one for all.
+        attention: what records call its attention, such as `xla`.
+        notes: lines for the heading of a command.
+        data_hash: makes a hash of what it is trained on. A training that is resumed compares it.
+        write_text: `write_text(params, num_tokens)` is a text that the model writes, for `jaxremat train --sample-tokens`.
+        otherwise: makes another workload that computes the same, tried where XLA rejects a step, and the flag that chooses it.
 
     Raises:
         UsageError: fields that contradict each other, a loss of other arguments or results, or gigabytes of concrete arrays.
@@ -115,6 +130,13 @@ class Workload:
     joined_microbatches: bool = False
     mesh: Mesh | None = None
     samples: Samples | None = None
+    own_layers: OwnLayers | None = None
+    compute_dtype: str = ""
+    attention: str | None = None
+    notes: tuple[str, ...] = ()
+    data_hash: Callable[[], str] | None = None
+    write_text: Callable[[Any, int], str] | None = None
+    otherwise: "Callable[[], tuple[Workload, str]] | None" = None
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -270,7 +292,7 @@ def with_functions(workload: Workload, wrap: Callable[[Callable[..., Any], str],
 
     wrapped: dict[str, Any] = {
         part: wrap(function, part)
-        for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under")
+        for part in ("loss", "step", "init", "eval_loss", "matrix_axes", "loss_under", "write_text")
         if (function := vars(workload)[part]) is not None
     }
     if under := wrapped.get("loss_under"):
@@ -329,6 +351,13 @@ def _mesh_text(mesh: Any) -> str:
 def is_concrete(tree: Any) -> bool:
     """Whether no leaf of a tree is a `jax.ShapeDtypeStruct`."""
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _reject(*table: tuple[Any, str, str, str]) -> None:
+    """Raises UsageError for the first row that holds: `(holds, got, allowed, next_step)`."""
+    for holds, *error in table:
+        if holds:
+            raise _bad_workload(*error)
 
 
 def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
@@ -408,57 +437,37 @@ def _is_tuple_of(value: Any, kind: type) -> bool:
 def _check_loss(workload: Workload) -> None:
     """Raises UsageError for fields that don't go with a loss."""
     assert workload.loss is not None
-    if workload.args or workload.donate_argnums != ():
-        name = "args" if workload.args else "donate_argnums"
-        raise _bad_workload(
-            f"a loss and {name}", f"{name} with a step", f"leave {name} out; give params and batch with a loss"
-        )
-    for name in ("params", "batch"):
-        if not jax.tree.leaves(getattr(workload, name)):
-            what = "no" if getattr(workload, name) is None else "an empty"
-            raise _bad_workload(f"a loss and {what} {name}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {name}=")
-    number = _num_arguments(workload.loss)
-    if number not in (None, 2, 3):
-        raise _bad_workload(
-            f"a loss of {number} arguments",
-            "loss(params, batch) or loss(params, batch, key)",
-            "bind the others, with functools.partial for example",
-        )
-    if names := _needed_keywords(workload.loss):
-        raise _bad_workload(
-            f"a loss that needs the keyword {names[0]!r}",
-            "loss(params, batch) or loss(params, batch, key)",
-            "take the key by position, and bind the others, with functools.partial for example",
-        )
+    of_step = "args" if workload.args else "donate_argnums" if workload.donate_argnums != () else ""
+    empty = next((name for name in ("params", "batch") if not jax.tree.leaves(getattr(workload, name))), "")
+    number, names = _num_arguments(workload.loss), _needed_keywords(workload.loss)
+    loss, what = (
+        "loss(params, batch) or loss(params, batch, key)",
+        "no" if getattr(workload, empty, None) is None else "an empty",
+    )
+    _reject(
+        (of_step, f"a loss and {of_step}", f"{of_step} with a step", f"leave {of_step} out; give params and batch with a loss"),
+        (empty, f"a loss and {what} {empty}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {empty}="),
+        (number not in (None, 2, 3), f"a loss of {number} arguments", loss,
+         "bind the others, with functools.partial for example"),
+        (names, f"a loss that needs the keyword {[*names, ''][0]!r}", loss,
+         "take the key by position, and bind the others, with functools.partial for example"),
+    )  # fmt: skip
 
 
 def _check_step(workload: Workload) -> None:
     """Raises UsageError for fields that don't go with a step."""
-    given = [
-        name
-        for name in (
-            *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
-            *("matrix_axes", "logical_axes"),
-        )
-        if getattr(workload, name) is not None
-    ]
-    if given:
-        raise _bad_workload(
-            f"a step and {given[0]}", f"{given[0]} with a loss", f"leave {given[0]} out; give the step's args"
-        )
-    if not jax.tree.leaves(workload.args):
-        raise _bad_workload("a step and no args", "a tuple of the step's arguments", "give args=(state, batch)")
-    if not isinstance(workload.args, tuple):
-        raise _bad_workload(
-            f"args of type {type(workload.args).__name__}", "a tuple of the step's arguments", "args=(state, batch)"
-        )
-    donated, count = workload.donate_argnums, len(workload.args)
-    if absent := [n for n in (donated if isinstance(donated, tuple) else (donated,)) if n not in range(count)]:
-        raise _bad_workload(
-            f"donate_argnums with {absent[0]}, and {count} args",
-            f"numbers from 0 to {count - 1}",
-            "0 for the first argument",
-        )
+    of_loss = next((name for name in _OF_LOSS if getattr(workload, name) is not None), "")
+    donated, args = workload.donate_argnums, workload.args
+    count = len(args) if isinstance(args, tuple) else 0
+    absent = [n for n in (donated if isinstance(donated, tuple) else (donated,)) if n not in range(count)]
+    _reject(
+        (of_loss, f"a step and {of_loss}", f"{of_loss} with a loss", f"leave {of_loss} out; give the step's args"),
+        (not jax.tree.leaves(args), "a step and no args", "a tuple of the step's arguments", "give args=(state, batch)"),
+        (not isinstance(args, tuple), f"args of type {type(args).__name__}", "a tuple of the step's arguments",
+         "args=(state, batch)"),
+        (absent, f"donate_argnums with {[*absent, 0][0]}, and {count} args", f"numbers from 0 to {count - 1}",
+         "0 for the first argument"),
+    )  # fmt: skip
 
 
 def _check_leaves(workload: Workload) -> None:

@@ -5,7 +5,6 @@ has the whole array. For example, 8 GPUs gather an array of 1e9 bytes. They form
 one, which takes 2.4 ms at 370e9 bytes/s.
 
 References:
-    NCCL, `src/graph/tuning.cc`: latencies of its protocols and the number of steps. `src/graph/topo.h`: bytes/s of one NVLink.
     XLA, `xla/hlo/ir/replica_group.cc` and `mesh_and_axis.cc`: how groups of devices are printed.
 """
 
@@ -55,23 +54,6 @@ class Collective:
     kind: CollectiveKind
     num_bytes: int
     groups: Groups
-
-
-@dataclass(frozen=True)
-class _Protocol:
-    """How NCCL sends: seconds to begin and of a hop inside and between nodes, and its bandwidth.
-
-    The bandwidth is a share of the link's.
-    """
-
-    base_s: float
-    node_hop_s: float
-    network_hop_s: float
-    share: float
-
-
-#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes, so that half of what it sends is data.
-_PROTOCOLS = (_Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), _Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
 
 def is_collective(instruction: Instruction) -> bool:
@@ -165,7 +147,9 @@ def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> fl
                 node_hops, network_hops = 2 * (least - 1), 2 * math.ceil(math.log2(num_nodes))
             else:
                 node_hops, network_hops = size - num_nodes, num_nodes - 1
-    return min(p.base_s + node_hops * p.node_hop_s + network_hops * p.network_hop_s + bytes_s / p.share for p in _PROTOCOLS)
+    return min(
+        p.base_s + node_hops * p.node_hop_s + network_hops * p.network_hop_s + bytes_s / p.share for p in links.protocols
+    )
 
 
 # Reading groups of devices.

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 
-from jaxremat.chips.nvidia.gpu import MOST_MEMORY
+from jaxremat.chips.chip import MOST_MEMORY
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.jax_private import core
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import batch_shardings, given_sharding, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
@@ -145,9 +145,9 @@ def lower_and_compile(
 
     Raises:
         UsageError: the program says that arrays lie on devices that aren't the target's.
-        CompileError: XLA or cuDNN rejected the program. The message names the instruction and the reason. Or XLA compiled the
+        CompileError: XLA or a library rejected the program. The message names the instruction and the reason. Or XLA compiled the
             program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
-        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
     target = target if isinstance(target, Target) else load_target(target)
     target = in_pool(target) if xla_remat else target
@@ -178,11 +178,11 @@ def lower_and_compile(
             else:
                 as_written = traced
         _check_sizes(traced.jaxpr, target)
-        offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)
+        offloads = target.chip.is_gpu and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
         all_options = compiler_options(target, xla_remat=xla_remat, misreads=misreads) | (options or {})
         with in_xla():
-            lowered = traced.lower(lowering_platforms=(target.platform,))
+            lowered = traced.lower(lowering_platforms=(target.chip.platform,))
         lower_s = time.perf_counter() - started
         compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
         result, compiled = compile_with(all_options)
@@ -194,7 +194,7 @@ def lower_and_compile(
         if "does not match" in str(error) and "passed to" in str(error):
             raise other_shardings(error) from error
         raise
-    except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
+    except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about attention, are these
         raise_if_interrupted()
         refused = explained(error, target)
         if suggest and compile_with and isinstance(refused, CompileError) and not refused.next_step:
@@ -306,7 +306,7 @@ def _values(jaxpr: Any) -> Iterator[Any]:
     yield from (var.aval for var in jaxpr.invars)
     for eqn in jaxpr.eqns:
         yield from (var.aval for var in eqn.outvars)
-        for inner in jaxprs_in_params(eqn.params):
+        for inner in core.jaxprs_in_params(eqn.params):
             yield from _values(inner)
 
 
@@ -339,7 +339,7 @@ def memory_map(
 
     Raises:
         CompileError: XLA rejected the program, or wrote no files about its buffers.
-        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
     return read_map(done.dump, done.names, roles, done.mesh) if done.dump and roles else done.memory_map

@@ -32,7 +32,6 @@ _PARAMETER = re.compile(r", parameter (\d+)")
 _COLOR = re.compile(r", color (\d+)")
 _VALUE = re.compile(r" value: <\d+ (\S+?)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"    (\S+):(\d+)-(\d+)$")
-_FRAME = re.compile(r"(\d+) \{(.*)\}$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 
 

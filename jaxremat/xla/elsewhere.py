@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from jaxremat.chips.target import Target
 from jaxremat.errors import UsageError
+from jaxremat.jax_private import core
 from jaxremat.xla.traced import places
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-
+from jaxremat.chips.catalog import call_kind
+from jaxremat.jax_private import attention_sizes, core, shard_map_devices
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
@@ -22,7 +22,6 @@ _SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*
 _MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
 #: Operations of JAX that run a kernel of the program's own. A jaxpr inside is the kernel's, for one block of its grid.
 KERNELS = frozenset({"pallas_call", "ffi_call"})
-_MATMUL_TARGETS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__onednn$matmul")
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class ExecutedFlops:
 
     Attributes:
         matmul_flops: FLOPs of dots and GEMM calls.
-        attention_flops: FLOPs of cuDNN attention: 2 matmuls forward and 5 backward, halved under a causal mask.
+        attention_flops: FLOPs of fused attention: 2 matmuls forward and 5 backward, halved under a causal mask.
         convolution_flops: FLOPs of convolutions. Multiplications by padding or by the holes of a dilation don't count.
         num_matmuls: Number of dots and GEMM calls. XLA may merge sibling matmuls into fewer calls with the same FLOPs.
-        num_attention_forward: Number of cuDNN attention forward calls. A recomputed call counts again.
-        num_attention_backward: Number of cuDNN attention backward calls.
+        num_attention_forward: Number of fused attention's forward calls. A recomputed call counts again.
+        num_attention_backward: Number of fused attention's backward calls.
         num_unknown_loops: Number of loops in the text without a known trip count. Their bodies were counted once.
     """
 
@@ -95,7 +94,7 @@ def is_matmul(instruction: Instruction) -> bool:
 
     The first array of its result is the product.
     """
-    return instruction.opcode == "dot" or instruction.custom_call_target.startswith(_MATMUL_TARGETS)
+    return instruction.opcode == "dot" or call_kind(instruction.custom_call_target) == "matmul"
 
 
 def executed_flops(module: Module) -> ExecutedFlops:
@@ -161,24 +160,25 @@ def instruction_flops(
 
 
 def _custom_call(computation: Computation, instruction: Instruction) -> ExecutedFlops | None:
-    target = instruction.custom_call_target
     operands = [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
-    if target.startswith(_MATMUL_TARGETS):
-        return _matmul_call(instruction, operands)
-    if target.startswith("__cudnn$fmha"):
-        scores = _quoted_ints(_SCORES, instruction.attrs)
-        mask = _MASK.search(instruction.attrs)
-        q, v = operands[0].dims, operands[2].dims
-        return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", "Backward" in target)
-    if target.startswith("__cudnn$conv"):
-        result = instruction.shapes[0].dims
-        first, second = operands[0].dims, operands[1].dims
-        if "BackwardFilter" in target:  # input, output gradient -> filter gradient
+    match kind := call_kind(instruction.custom_call_target):
+        case "matmul":
+            return _matmul_call(instruction, operands)
+        case "attention" | "attention gradient":
+            scores = _quoted_ints(_SCORES, instruction.attrs)
+            mask = _MASK.search(instruction.attrs)
+            q, v = operands[0].dims, operands[2].dims
+            return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", kind == "attention gradient")
+        case None:
+            return None
+    result, first, second = instruction.shapes[0].dims, operands[0].dims, operands[1].dims
+    match kind:
+        case "convolution's filter gradient":  # input, output gradient -> filter gradient
             return _hlo_convolution(instruction.attrs, first, result, second)
-        if "BackwardInput" in target:  # output gradient, filter -> input gradient
+        case "convolution's input gradient":  # output gradient, filter -> input gradient
             return _hlo_convolution(instruction.attrs, result, second, first)
-        return _hlo_convolution(instruction.attrs, first, second, result)
-    return None
+        case "convolution":
+            return _hlo_convolution(instruction.attrs, first, second, result)
 
 
 def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> ExecutedFlops:
@@ -251,16 +251,10 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         return replace(rows, matmul_flops=rows.matmul_flops * sizes[-1])
     if name == "conv_general_dilated":
         return _jaxpr_convolution(eqn)
-    if name.startswith("dot_product_attention") and ("_fwd" in name or "_bwd" in name):
-        q, k, v = (var.aval.shape for var in eqn.invars[:3])
-        heads, length = (1, 2) if params["layout"] == 1 else (2, 1)  # BNTH is 1, BTNH is 0
-        pages = eqn.invars[9].aval.shape if len(eqn.invars) > 9 else ()
-        kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
-        mask = params["mask_type"]
-        scores = (q[0], q[heads], q[length], kv_length)
-        return _attention_flops(scores, q[-1], v[-1], getattr(mask, "name", str(mask)), "_bwd" in name)
+    if sizes := attention_sizes(eqn):
+        return _attention_flops(*sizes, "_bwd" in name)
     if name == "shard_map":
-        return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
+        return add_flops(count_step_flops(inner) for inner in core.jaxprs_in_params(params)).repeated(shard_map_devices(eqn))
     if name == "scan":
         return count_step_flops(params["jaxpr"]).repeated(params["length"])
     if name == "while":
@@ -268,12 +262,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         return replace(body, num_unknown_loops=body.num_unknown_loops + 1)
     if name == "cond":
         return max((count_step_flops(branch) for branch in params["branches"]), key=lambda c: c.total)
-    return add_flops(count_step_flops(inner) for inner in jaxprs_in_params(params))
-
-
-def shard_map_devices(eqn: Any) -> int:
-    """Number of devices that each run the body of a shard_map on their own part of the arrays."""
-    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+    return add_flops(count_step_flops(inner) for inner in core.jaxprs_in_params(params))
 
 
 def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:

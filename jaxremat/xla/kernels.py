@@ -15,7 +15,7 @@ from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, 
 from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.traffic import Traffic, traffic_of
 
-#: Elements of the tile of a matmul's product that one multiprocessor computes, 128 x 256 (cuBLAS on an H100).
+#: Elements of the tile of a matmul's product that one multiprocessor computes, 128 x 256 (a library's on an H100).
 TILE = 128 * 256
 #: A product of fewer tiles leaves multiprocessors idle: an A100 has 108 of them, an H100 132.
 FEW_TILES = 128

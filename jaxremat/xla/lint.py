@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.spec import NONE, Every, Mix, Names, OneIn, Policy, saves_attention, with_attention
+from jaxremat.policy.spec import NONE, Policy
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, step_shardings
 from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
@@ -95,7 +96,7 @@ def lint(
 
     Raises:
         CompileError: XLA rejected the program, or wrote no files about its buffers.
-        MissingDependencyError: ptxas or cuDNN couldn't be loaded.
+        MissingDependencyError: a library of the chip's maker couldn't be loaded.
         UnknownNameError: no value of a workload's layers carries a name in `policy`.
         UnknownPolicyError: `policy` doesn't parse.
         UsageError: a function without `args`, or a workload with them; or no layers were found for `policy`.
@@ -156,7 +157,8 @@ def _constraints_elsewhere(facts: LintInput) -> Iterator[Finding]:
 
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
     names = sorted(facts.traced.names)
-    for name in sorted((facts.traced.policy_names | _names_of(facts.policy)).difference(names)):
+    typed = facts.policy.names(typed=True) if facts.policy else ()
+    for name in sorted(facts.traced.policy_names.union(typed).difference(names)):
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",
@@ -170,17 +172,18 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
     forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
+    saver = facts.policy.with_attention() if facts.policy else "dots+attention"
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
-    if not 0 < backward < forward or not saves_something or isinstance(facts.policy, Every | OneIn):
+    if not 0 < backward < forward or not saves_something or saver is None:
         return
-    spent = _flops(facts.module, lambda i: "fmha" in i.custom_call_target and "Backward" not in i.custom_call_target)
+    spent = _flops(facts.module, lambda i: call_kind(i.custom_call_target) == "attention")
     again = spent * (forward - backward) // forward
     share = 100 * again / flops.total
     yield Finding(
         "attention-twice",
         f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
         f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
-        facts.under_policy(with_attention(facts.policy) if facts.policy else "dots+attention")
+        facts.under_policy(saver)
         + ("" if facts.has_flags else ": a name on the output doesn't save the kernel's softmax statistics"),
     )
 
@@ -276,7 +279,7 @@ def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
         return  # only under a policy by names must every saved value have a name
     groups = residuals(facts)
-    attention = facts.policy is not None and saves_attention(facts.policy)
+    attention = facts.policy is not None and facts.policy.saves_attention
     # XLA has no checkpoint names. So an unrecognized value counts as named if it has the size of a saved name that wasn't
     # found.
     unseen = {size for name in traced.policy_names & traced.names.keys() - groups.keys() for size in traced.names[name]}
@@ -365,7 +368,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         f"{gib(facts.memory.total_bytes)}, made at {line_of(buffer)}"
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
-        if facts.remedies == "decoder flags"
+        if facts.remedies == "flags with loss"
         else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
         size if saved is None else saved,
         buffer.source,
@@ -386,18 +389,6 @@ RULES: dict[str, Rule] = {
     "logits-largest": _logits_largest,
     "constraints-elsewhere": _constraints_elsewhere,
 }
-
-
-def _names_of(policy: Policy | None) -> set[str]:
-    match policy:
-        case Names(alias=""):
-            return {*policy.save, *policy.offload}
-        case Every():
-            return _names_of(policy.inner)
-        case Mix():
-            return set().union(*map(_names_of, policy.layers))
-        case _:
-            return set()
 
 
 def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:

@@ -22,15 +22,15 @@ from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, logit_sizes, read_traced
 
 #: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever
-#: wrote the loss of a `Workload`. flags: a command's user with a workload of their own. decoder flags: a command's user with the
-#: built-in decoder, which has more flags, such as `--loss`.
-Remedies = Literal["code", "with_policy", "flags", "decoder flags"]
+#: wrote the loss of a `Workload`. flags: a command's user. flags with loss: a command's user whose workload has
+#: the losses of `--loss`.
+Remedies = Literal["code", "with_policy", "flags", "flags with loss"]
 #: How a policy is applied, by reader.
 _UNDER_POLICY: dict[Remedies, str] = {
     "code": "jaxremat.remat(layer, {policy!r})",
     "with_policy": "jaxremat.with_policy(loss, {policy!r})",
     "flags": "--policy {policy}",
-    "decoder flags": "--policy {policy}",
+    "flags with loss": "--policy {policy}",
 }
 
 #: The rules report nothing that takes less than this share of a step's bytes.
@@ -84,7 +84,7 @@ class LintInput:
     @property
     def has_flags(self) -> bool:
         """Whether the step is one of this package's commands."""
-        return self.remedies in ("flags", "decoder flags")
+        return self.remedies in ("flags", "flags with loss")
 
     def under_policy(self, policy: object) -> str:
         """The remedy that applies a policy, such as `--policy dots+attention`."""

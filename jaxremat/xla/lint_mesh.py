@@ -167,7 +167,7 @@ def _gathers_logits(facts: LintInput) -> Iterator[Finding]:
                 f"logits of {gib(exchange.num_bytes)} are gathered by each device, {_times_text(exchange)}, at "
                 f"{_place_text(facts, exchange)}",
                 "a vocabulary that the axis tensor divides (--vocab-size), and --loss chunked"
-                if facts.remedies == "decoder flags"
+                if facts.remedies == "flags with loss"
                 else "a vocabulary that the axis tensor divides, and a loss that reads each position's own logit where it lies",
                 exchange.num_bytes,
                 facts.frames.source(exchange.frame),

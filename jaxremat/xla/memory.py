@@ -17,7 +17,7 @@ class CompiledMemory:
     `total_bytes` is the memory that the allocator must supply. It decides whether a program fits. `peak_bytes` is XLA's
     `peak_memory_in_bytes`. That is a different quantity, and this package never mixes the two.
 
-    XLA's numbers don't include memory outside the allocator, such as the CUDA context and the workspaces that libraries
+    XLA's numbers don't include memory outside the allocator, such as the driver's context and the workspaces that libraries
     allocate themselves. They don't include the memory of autotuning, or the allocator's fragmentation.
 
     References:

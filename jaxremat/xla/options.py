@@ -1,18 +1,16 @@
 """The compiler options of every compile, their presets, and the kernels that run matmuls.
 
-XLA can't autotune for a GPU that isn't in the machine. It could then run each matmul as a Triton fusion with tiles of its
-default size, or as a cuBLAS call. This package chooses cuBLAS, for two reasons. The first reason is that XLA's autotuner had
-chosen cuBLAS for most matmuls in two profiles of real GPUs: 147 of 147 on an H100, and 175 of 223 on an A100 (test data of
-NVIDIA's JAX-Toolbox, 2024). The second reason is that default tiles don't fit every shape. XLA rejects rows that no power of
-two divides, such as those of 1000 tokens.
+What the options are is in `chips/`, with the reasons.
 
 A flag that the user has set in XLA_FLAGS wins over the option of the same name in this module.
 """
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from jaxremat.chips.catalog import PRESETS
+from jaxremat.chips.chip import Matmuls
 from jaxremat.chips.installed import version_of
 from jaxremat.policy.offload import DISABLED, PASS, REMAT
 from jaxremat.system.files import named_by
@@ -21,41 +19,7 @@ from jaxremat.xla.memory import CompiledMemory
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
 
-#: The kernels that run a step's matmuls: those that the autotuner chose on the device, cuBLAS, or Triton fusions with
-#: default tiles.
-Matmuls = Literal["autotuned", "cublas", "triton"]
-
-TRITON = "xla_gpu_enable_triton_gemm"
-_AUTOTUNE = "xla_gpu_autotune_level"
-_REPEATABLE = "xla_gpu_exclude_nondeterministic_ops"
-_TUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _LIMIT_PERCENT = "xla_gpu_memory_limit_slop_factor"
-_KERNEL_CACHE = "xla_gpu_kernel_cache_file"
-#: Without a device, XLA has nothing to tune on, and the attempt to autotune takes a third of the compile time.
-_DEVICELESS: dict[str, Any] = {_AUTOTUNE: 0, TRITON: False}
-
-#: The options of each preset by the preset's name.
-#:
-#: * `default` sets nothing.
-#: * `latency-hiding` starts a collective before its result is needed, so that kernels run meanwhile.
-#: * `jax-toolbox` adds the flags that MaxText and NVIDIA's JAX-Toolbox set for training. Small collectives are combined up to
-#:   these bytes, collectives of a loop are pipelined over its iterations, and two iterations share no buffers.
-PRESETS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "latency-hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "jax-toolbox": {
-        "xla_gpu_enable_latency_hiding_scheduler": True,
-        "xla_gpu_all_gather_combine_threshold_bytes": 2**30,
-        "xla_gpu_all_reduce_combine_threshold_bytes": 2**30,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**27,
-        "xla_gpu_enable_pipelined_all_gather": True,
-        "xla_gpu_enable_pipelined_all_reduce": True,
-        "xla_gpu_enable_pipelined_reduce_scatter": True,
-        "xla_gpu_enable_while_loop_double_buffering": True,
-    },
-}
-
-
 #: Options that the XLA of jaxlib 0.12 no longer has. It rejects a compile with an option that it doesn't know.
 _GONE = (
     "xla_gpu_enable_pipelined_all_gather",
@@ -95,7 +59,7 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
     if ours := [REMAT] * (not xla_remat) + [PASS] * misreads:
         options[DISABLED] = ",".join(filter(None, (flags.get(DISABLED, ""), *ours)))
     if target.kind == "deviceless":
-        options |= {name: value for name, value in _DEVICELESS.items() if name not in flags}
+        options |= {name: value for name, value in target.chip.options.deviceless.items() if name not in flags}
     return options
 
 
@@ -125,8 +89,10 @@ def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
     The compiled program doesn't depend on them. Empty for a device that is here. Compiles for a GPU that isn't run one after
     the other, and no measured time depends on the kernels.
     """
-    is_set = _KERNEL_CACHE in _users_flags()
-    return {} if is_set or target.kind != "deviceless" else {_KERNEL_CACHE: str(kernels)}
+    option = target.chip.options.kernel_cache
+    if target.kind != "deviceless" or option is None or option in _users_flags():
+        return {}
+    return {option: str(kernels)}
 
 
 def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
@@ -139,35 +105,38 @@ def repeatable_options(target: "Target", tuned: Path | None) -> dict[str, Any]:
         target: the target of the compile.
         tuned: the folder, which is made if it isn't there. None leaves the choice to each process, and the result is empty.
     """
-    if target.kind != "attached" or target.platform == "cpu" or tuned is None:
+    options = target.chip.options
+    if target.kind != "attached" or options.tuned_folder is None or tuned is None:
         return {}
     with named_by("--run-dir", tuned, "give a folder that is yours, on a disk with room"):
         tuned.mkdir(parents=True, exist_ok=True)  # XLA doesn't make it
-    ours: dict[str, Any] = {_REPEATABLE: True, _TUNED: str(tuned.absolute())}
+    ours = {**options.repeatable, options.tuned_folder: str(tuned.absolute())}
     return {name: value for name, value in ours.items() if name not in _users_flags()}
 
 
 def matmuls_of(target: "Target") -> Matmuls | None:
     """The kernels of the matmuls of a step for `target`, by `compiler_options` and XLA_FLAGS.
 
-    The result is None for a CPU.
+    None where no option chooses them, as for a CPU.
     """
-    if target.platform == "cpu":
+    switch = target.chip.options.matmuls
+    if switch is None:
         return None
     attached, flags = target.kind == "attached", _users_flags()
-    if not (_is_true(flags[TRITON]) if TRITON in flags else attached):
-        return "cublas"
-    return "autotuned" if attached and flags.get(_AUTOTUNE) != "0" else "triton"
+    if not (_is_true(flags[switch.option]) if switch.option in flags else attached):
+        return switch.off
+    return "autotuned" if attached and flags.get(switch.autotune) != "0" else switch.on
 
 
 def other_matmuls(target: "Target") -> dict[str, Any]:
     """The option for the other kind of matmul kernels; empty for attached targets.
 
-    For example, if the matmuls would be cuBLAS calls, the result is `{"xla_gpu_enable_triton_gemm": True}`.
+    For example, if the matmuls would be calls of a library, the result is `{"xla_gpu_enable_triton_gemm": True}`.
     """
-    if target.kind != "deviceless":
+    switch = target.chip.options.matmuls
+    if target.kind != "deviceless" or switch is None:
         return {}
-    return {TRITON: matmuls_of(target) == "cublas"}
+    return {switch.option: matmuls_of(target) == switch.off}
 
 
 def as_flags(options: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call",
 _STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
-#: Matches the attributes of a cuBLAS call that adds a bias. XLA gives such a call the scope of the matmul.
+#: Matches the attributes of a library's matmul that adds a bias. XLA gives such a call the scope of the matmul.
 _BIAS = re.compile(r'"epilogue"\s*:\s*"BIAS')
 _COLLECTIVE = re.compile("(reduce-scatter|all-reduce|all-gather|all-to-all|collective-permute)(-start|-done)?$")
 _MAX_STEPS = 64
@@ -43,7 +43,7 @@ class Origin:
         num_elements: number of elements of the value; of one slice if the value is stacked.
         is_scratch: whether the value is a byte array from a library's custom call.
         is_carried: whether the value comes from the previous iteration of the loop. Such a value is a layer's input.
-        adds_bias: whether one cuBLAS call computes a matmul and adds a bias. `op_name` is then that of the sum, and `frame`
+        adds_bias: whether one call of a library computes a matmul and adds a bias. `op_name` is then that of the sum, and `frame`
             that of the matmul.
         made_by: name of the instruction at which the walk back ended, or of a collective on the way that has no scope.
         element: index of the value in the result of that instruction.

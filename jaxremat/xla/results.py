@@ -34,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.chips.installed import AOT_WHEELS, version_of
+from jaxremat.chips.installed import AOT_WHEELS, DEVICE_VARIABLES, PLUGINS, TOOLS, VARIABLES, version_of
 from jaxremat.errors import UsageError
 from jaxremat.system.files import cache_folder, write_whole
 from jaxremat.units import parse_bytes
@@ -52,9 +52,9 @@ SINCE = "JAXREMAT_COMPILED_SINCE"
 #: Part of each key. Another number makes all files that are there unused.
 _FORMAT = 1
 #: Variables of the environment that change what XLA compiles, or which libraries it finds.
-_VARIABLE = re.compile(r"(CUDA|CUDNN|CUBLAS|NVIDIA|TF|XLA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
+_VARIABLE = re.compile(rf"({VARIABLES}|TF|XLA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 #: Those among them that only change what XLA prints, or what it does with a device.
-_OF_PRINTS_OR_DEVICES = re.compile(r"TF_CPP_\w+|XLA_(PYTHON_)?CLIENT_\w+|CUDA_VISIBLE_DEVICES")
+_OF_PRINTS_OR_DEVICES = re.compile(rf"TF_CPP_\w+|XLA_(PYTHON_)?CLIENT_\w+|{DEVICE_VARIABLES}")
 #: JAX's settings that say where a process runs, and what JAX caches of other compiles.
 _OF_PROCESS = re.compile(r"jax_(enable_compilation|compilation|persistent)_cache\w*|jax_platforms|jax_platform_name")
 #: A line of a program's text that defines a location: `#loc7 = loc(callsite(#loc5 at #loc6))`.
@@ -120,7 +120,8 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
         UsageError: the variable of the store's size has no size.
     """
     import jax
-    from jaxlib import xla_client
+
+    from jaxremat.jax_private import xla_flags
 
     flags = [*os.environ.get("XLA_FLAGS", "").split(), *(f"--{name}={value}" for name, value in options.items())]
     if not _size() or any(map(_names_file, flags)):
@@ -135,10 +136,10 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
             for name, value in os.environ.items()
             if _VARIABLE.fullmatch(name) and not _OF_PRINTS_OR_DEVICES.fullmatch(name)
         },
-        "flags": hashlib.sha256(xla_client.CompileOptions().SerializeAsString()).hexdigest(),  # XLA reads XLA_FLAGS once
+        "flags": hashlib.sha256(xla_flags()).hexdigest(),
         "jax": {name: value for name, value in jax.config.values.items() if not _OF_PROCESS.fullmatch(name)},
         "versions": _versions(),
-        "tools": [_state(shutil.which(name)) for name in ("ptxas", "nvlink")],
+        "tools": [_state(shutil.which(name)) for name in TOOLS],
     }
     text = json.dumps(settings, sort_keys=True, default=repr)
     return hashlib.sha256(f"{text}\0{_without_callers(program)}".encode()).hexdigest()
@@ -151,11 +152,10 @@ def _names_file(flag: str) -> bool:
 
 @functools.cache
 def _versions() -> dict[str, str | None]:
-    """The versions of what compiles: jax, its plugins, and NVIDIA's wheels that these name."""
-    plugins = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-    named = [word for plugin in plugins if version_of(plugin) for word in metadata.requires(plugin) or ()]
+    """The versions of what compiles: jax, its plugins, and the wheels that these name."""
+    named = [word for plugin in PLUGINS if version_of(plugin) for word in metadata.requires(plugin) or ()]
     wheels = [match[0] for word in named if (match := re.match(r"[\w.-]+", word))]
-    return {name: version_of(name) for name in ("jax", "jaxlib", *plugins, *wheels, *AOT_WHEELS)}
+    return {name: version_of(name) for name in ("jax", "jaxlib", *PLUGINS, *wheels, *AOT_WHEELS)}
 
 
 def _state(path: str | None) -> tuple[str, int, int] | None:

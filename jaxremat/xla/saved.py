@@ -18,12 +18,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
+from jaxremat.jax_private import core, name_in, num_operands, written_name
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import num_parts
-from jaxremat.policy.calls import num_operands, split_operands
-from jaxremat.policy.program import written_name
+from jaxremat.policy.calls import split_operands
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.step_facts import SavedKind, SavedValues
 from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, saves, saves_elementwise, scope_of
@@ -230,7 +229,7 @@ class _Walk:
 
 def _saves_names(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy that saves all values with a checkpoint name."""
-    return primitive.name == "name" or type(params.get("_prim")).__name__ == "CheckpointName"
+    return bool(name_in(primitive, params))
 
 
 def _has_scalar_result(eqn: Any, operands: Sequence[_Value]) -> bool:

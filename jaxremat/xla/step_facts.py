@@ -6,7 +6,7 @@ Records have these classes, and their fields are keys of the records' JSON. So n
 from dataclasses import dataclass
 from typing import Literal
 
-#: The operations that are counted. attention: cuDNN's fused kernels. kernel: other kernels of the program, such as Pallas's.
+#: The operations that are counted. attention: fused kernels. kernel: other kernels of the program, such as Pallas's.
 Operation = Literal["matmul", "convolution", "attention", "kernel"]
 #: What a saved value is. name: saved by its checkpoint name. input: the activation that a layer reads, which is saved whatever
 #: the policy says. loss: the activation that a checkpoint with a scalar result reads, such as a chunk of the loss. other: any

@@ -11,16 +11,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding
 
+from jaxremat.jax_private import (
+    core,
+    inside_policy,
+    is_checkpoint,
+    is_save_decision,
+    num_operands,
+    shard_map_devices,
+    written_name,
+)
 from jaxremat.mesh.sharding import axes_in
-from jaxremat.policy.calls import num_operands
 from jaxremat.policy.names import written_at
-from jaxremat.policy.program import written_name
-from jaxremat.policy.spec import Names
+from jaxremat.policy.spec import Policy
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops, shard_map_devices
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
 
 #: The scope of a step's outermost equations, as XLA has it.
 STEP = "jit(step)"
@@ -235,11 +241,6 @@ def scope_of(outer: str, eqn: Any) -> str:
     return "/".join(part for part in (outer, str(eqn.source_info.name_stack), inside) if part)
 
 
-def is_checkpoint(eqn: Any) -> bool:
-    """Whether an equation is a `jax.checkpoint`."""
-    return eqn.primitive.name.startswith(("remat", "checkpoint")) and "prevent_cse" in eqn.params
-
-
 def is_recomputing(eqn: Any, scope: str) -> bool:
     """Whether an equation at `scope` is a checkpoint of the backward pass, which recomputes."""
     return is_checkpoint(eqn) and eqn.params["differentiated"] and phase_of(scope) == "backward"
@@ -282,20 +283,11 @@ def names_in_jax_policy(policy: Any, written: Container[str]) -> frozenset[str]:
     A preset may have names that a model doesn't write. Of a preset's names only those in `written` count.
     """
     found: set[str] = set()
-    waiting, seen = [policy], set()
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
+    for thing in inside_policy(policy):
         if isinstance(thing, set | frozenset | tuple | list):
             found.update(name for name in thing if isinstance(name, str))
-            waiting += [part for part in thing if not isinstance(part, str)]
-        elif isinstance(thing, Names):
-            found.update(name for name in (*thing.save, *thing.offload) if not thing.alias or name in written)
-        elif callable(thing):
-            waiting += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-            waiting += getattr(thing, "__dict__", {}).values()
+        elif isinstance(thing, Policy):
+            found.update(thing.names(typed=True), (name for name in thing.names() if name in written))
     return frozenset(found)
 
 
@@ -324,7 +316,7 @@ def saves(policy: Any, eqn: Any) -> bool:
         decision = policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params)
     except Exception:  # a user's own policy may fail on operations that it doesn't expect
         return False
-    return decision is True or type(decision).__name__ in ("SaveableType", "Offloadable")
+    return is_save_decision(decision)
 
 
 def axes_of_constraints(jaxpr: Any) -> frozenset[str]:

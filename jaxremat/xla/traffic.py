@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxremat.chips.catalog import may_have_workspace
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 
 _SLICES = ("slice", "dynamic-slice", "gather")
@@ -76,7 +77,7 @@ def _results(computation: Computation, instruction: Instruction) -> tuple[Shape,
     if instruction.opcode.endswith("-start"):  # ((operands), results, context)
         num_operands = sum(len(s) for s in computation.operand_shapes(instruction))
         return shapes[num_operands:-1] if len(shapes) > num_operands + 1 else shapes[num_operands:]
-    is_library = instruction.custom_call_target.startswith(("__cublas", "__cudnn"))
+    is_library = may_have_workspace(instruction.custom_call_target)
     if is_library and len(shapes) > 1 and shapes[-1].dtype in ("s8", "u8"):
         return shapes[:-1]
     return shapes

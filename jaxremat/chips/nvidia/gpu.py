@@ -13,6 +13,7 @@ XLA's text format is `stream_executor.GpuTargetConfigProto`, printed as text
 fields. If one of them were missing or zero, XLA would end the process. So this module checks every field first.
 """
 
+import math
 import os
 import re
 import tomllib
@@ -21,11 +22,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.chip import MOST_MEMORY
 from jaxremat.errors import TargetError, nearest
 
 FOLDER = Path(__file__).parent / "targets"
-DEFAULT_DEVICELESS = "h100-80gb"
-MOST_MEMORY = 2**42  #: The most bytes that a GPU may be described with.
 #: The least compute capability that CUDA 13 compiles for.
 LEAST_CAPABILITY = (7, 5)
 
@@ -89,6 +89,18 @@ device_description_str: "{self.description}"
 """
 
 
+def text_with_pool(text: str, pool_bytes: int) -> str:
+    """The text of a GPU on which XLA acts as on one whose allocator has `pool_bytes`.
+
+    XLA's own rematerialization acts at the pool's size on a GPU that is here, and at 0.8 of the GPU's memory on one that isn't.
+    So the GPU's memory is the pool / 0.8. All else stays.
+
+    References:
+        XLA, `GetSchedulerMemoryLimit` in `xla/service/gpu/gpu_hlo_schedule.cc`.
+    """
+    return re.sub(r"(device_memory_size\s*:\s*)\d+", rf"\g<1>{math.ceil(pool_bytes / 0.8)}", text)
+
+
 # The smallest and largest plausible values. A value outside of these bounds comes from a damaged text or has another unit.
 _BOUNDS = {
     "core_count": (1, 1024),
@@ -127,14 +139,6 @@ def nvidia_driver() -> bool:
     The function reads only the file system, so it may run before JAX is set up.
     """
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
-
-
-def target_name(asked: str | None, *, on_mesh: bool) -> str:
-    """The target of a command: --target, or else the attached GPU, or else `h100-80gb`.
-
-    On a mesh it is `h100-80gb` too.
-    """
-    return asked or (DEFAULT_DEVICELESS if on_mesh or not nvidia_driver() else "gpu")
 
 
 def gpu_of_kind(device_kind: str) -> str | None:

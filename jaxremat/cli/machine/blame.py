@@ -9,6 +9,7 @@ import errno
 import re
 from collections.abc import Iterator, Mapping
 
+from jaxremat.chips.installed import VARIABLES
 from jaxremat.errors import JaxrematError
 
 #: What a command says where this machine, and not the device, has no memory left.
@@ -24,7 +25,7 @@ TOO_MANY_FILES = JaxrematError(
 _NO_MEMORY = re.compile(r"failed to map segment|cannot allocate memory|can't start new thread|std::bad_alloc", re.IGNORECASE)
 #: The errors of a path that only its user can mend.
 _OF_PATHS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENAMETOOLONG)
-_VARIABLES = re.compile(r"(JAX|XLA|TF|CUDA|NVIDIA)_\w+")
+_VARIABLES = re.compile(rf"(JAX|XLA|TF|{VARIABLES})_\w+")
 
 
 def blamed(error: BaseException, environment: Mapping[str, str]) -> JaxrematError | None:

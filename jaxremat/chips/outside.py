@@ -15,6 +15,9 @@ from typing import Literal
 from jaxremat.chips.nvidia.nvml import Gpu, Reading, gpu_order, read_gpus
 from jaxremat.errors import DriverError, MissingDependencyError
 
+#: What takes it, and who counts it, in words.
+TAKEN_BY, COUNTED_BY = "CUDA context, libraries' workspaces", "NVML"
+
 
 @dataclass(frozen=True)
 class Outside:

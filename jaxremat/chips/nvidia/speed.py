@@ -1,0 +1,34 @@
+"""The rates of NVIDIA's GPUs: peaks, links, and how NCCL sends.
+
+References:
+    NCCL, `src/graph/tuning.cc`: latencies of its protocols and the number of steps. `src/graph/topo.h`: bytes/s of one NVLink.
+"""
+
+from jaxremat.chips.nvidia.calibration import load_calibration
+from jaxremat.chips.nvidia.gpu import GpuDescription
+from jaxremat.chips.speed import DeviceSpeed, Links, Protocol
+from jaxremat.mesh.axes import MeshShape
+
+#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes, so that half of what it sends is data.
+NCCL = (Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
+
+
+def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
+    """The rates of predicted times; None if the peak or a used link's bandwidth is unknown."""
+    if gpu.peak_bf16_flops is None or gpu.host_link_bandwidth is None:
+        return None
+    links = None
+    if mesh is not None:
+        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and gpu.network_bandwidth is None):
+            return None
+        of_node = mesh.num_devices // mesh.nodes
+        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth, NCCL)
+    return DeviceSpeed(
+        bf16_flops=gpu.peak_bf16_flops,
+        f32_flops=gpu.peak_bf16_flops / 2,  # TF32, XLA's default for float32 matmuls
+        bandwidth_bytes_per_s=gpu.memory_bandwidth,
+        host_link_bytes_per_s=gpu.host_link_bandwidth,
+        clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
+        calibration=load_calibration(gpu.compute_capability),
+        links=links,
+    )

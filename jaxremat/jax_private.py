@@ -1,0 +1,208 @@
+"""What JAX doesn't promise and jaxremat reads all the same, in one place.
+
+Classes and primitives that are known by name, parameters of equations, and modules that JAX may change in any version. Each has
+a test in `tests/test_jax_private.py`, which says what is expected of JAX. That test is the first to run with a newer jax
+(`experiments/next_jax.py`).
+
+Operations by their name (`dot_general`) and the parameters `jaxpr`, `length`, `reverse` and `unroll` of a scan, which JAX prints
+and documents, are read where they are needed.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as core
+from jax.extend import source_info_util
+
+NameStack = source_info_util.NameStack
+
+#: The primitive of fused attention on GPUs (`jax.nn.dot_product_attention`). Beside the output it
+#: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
+#: output alone, the kernel would therefore run twice. Saving the results of the primitive prevents that.
+FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
+
+
+# Policies of `jax.checkpoint` (jax/_src/ad_checkpoint.py).
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint`.
+
+    Its parameters are `policy`, `prevent_cse` and `differentiated`: whether it is one of a backward pass.
+    """
+    return eqn.primitive.name.startswith(("remat", "checkpoint")) and "prevent_cse" in eqn.params
+
+
+def is_recompute_decision(decision: Any) -> bool:
+    """Whether a policy answers that a value is recomputed: by False, or by JAX's `Recompute`."""
+    return decision is False or type(decision).__name__ == "RecomputeType"
+
+
+def is_save_decision(decision: Any) -> bool:
+    """Whether a policy answers that a value is saved or offloaded."""
+    return decision is True or type(decision).__name__ in ("SaveableType", "Offloadable")
+
+
+def inside_policy(policy: Any) -> Iterator[Any]:
+    """What is inside a policy, however deep: its closures, its attributes and its collections.
+
+    JAX's own policies by names have their names in closures.
+    """
+    waiting, seen = [policy], set()
+    while waiting:
+        if id(thing := waiting.pop()) not in seen:
+            seen.add(id(thing))
+            yield thing
+            if isinstance(thing, set | frozenset | tuple | list):
+                waiting += [part for part in thing if not isinstance(part, str)]
+            elif callable(thing):
+                waiting += [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
+                waiting += getattr(thing, "__dict__", {}).values()
+
+
+# Checkpoint names.
+
+
+def written_name(eqn: Any) -> str:
+    """The checkpoint name that an equation writes on its operand. Empty for all other equations."""
+    return name_in(eqn.primitive, eqn.params)
+
+
+def name_in(primitive: Any, params: Any) -> str:
+    """`written_name` of an equation with this primitive and these parameters.
+
+    Under the option `jax_remat3` of JAX 0.12, `checkpoint_name` is no primitive of its own, but a call of one.
+    """
+    if primitive.name == "name":
+        return params["name"]
+    called = params["_prim"] if primitive.name == "call_hi_primitive" else ""
+    return getattr(called, "name") if type(called).__name__ == "CheckpointName" else ""  # noqa: B009
+
+
+# Equations, and what they call.
+
+
+def changes_reference(eqn: Any) -> bool:
+    """Whether an equation touches an array that is changed in place (`jax.new_ref`).
+
+    The references of a Pallas kernel aren't seen outside of the kernel, and don't count.
+    """
+    avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    return any(hasattr(aval, "inner_aval") for aval in avals) or any(
+        type(effect).__name__ == "InternalMutableArrayEffect" for effect in eqn.effects
+    )
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """The equation's results, computed as JAX evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
+    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def callee(eqn: Any) -> core.ClosedJaxpr:
+    """The program that a call runs: a jit, a checkpoint, a loop or a function with a derivative of its own."""
+    jaxpr = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
+
+
+def called_name(eqn: Any) -> str:
+    """The name of the function that a jit, or a function with a derivative of its own, calls."""
+    return eqn.params["name"] if "name" in eqn.params else callee(eqn).jaxpr.debug_info.func_name
+
+
+def num_operands(eqn: Any) -> tuple[int, int]:
+    """How many constants a scan reads, and how many values it carries.
+
+    Later versions of JAX have both as trees.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a jit leaves a sharding to the compiler."""
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def pins_shardings(eqn: Any) -> bool:
+    """Whether a jit says how some argument or result lies."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return not all(map(is_unspecified, shardings))
+
+
+def shard_map_as(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, mapped over devices as a `shard_map` maps what it calls."""
+    return jax.shard_map(
+        function,
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=tuple(eqn.params["out_specs"]),
+        axis_names=eqn.params["newly_manual_axes"],
+        check_vma=eqn.params["check_vma"],
+    )
+
+
+def shard_map_devices(eqn: Any) -> int:
+    """Number of devices that each run the body of a shard_map on their own part of the arrays."""
+    return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
+
+
+def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str] | None:
+    """Of fused attention: the scores' shape, the widths of a query and a value, and the mask. None of others.
+
+    The shape is "batch heads queries keys".
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if not name.startswith("dot_product_attention") or not ("_fwd" in name or "_bwd" in name):
+        return None
+    q, k, v = (var.aval.shape for var in eqn.invars[:3])
+    heads, length = (1, 2) if params["layout"] == 1 else (2, 1)  # BNTH is 1, BTNH is 0
+    pages = eqn.invars[9].aval.shape if len(eqn.invars) > 9 else ()
+    kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
+    mask = params["mask_type"]
+    return (q[0], q[heads], q[length], kv_length), q[-1], v[-1], getattr(mask, "name", str(mask))
+
+
+# Where an equation was traced.
+
+
+def named_scopes(stack: NameStack) -> tuple[str, ...]:
+    """The names that `jax.named_scope` gave, outermost first.
+
+    Those of transformations (jvp, vmap) are left out.
+    """
+    return tuple(scope.name for scope in stack.stack if type(scope).__name__ == "Scope")
+
+
+def stack_of(scopes: Sequence[str] = ()) -> NameStack:
+    """A stack of named scopes, outermost first."""
+    stack = source_info_util.new_name_stack()
+    for scope in scopes:
+        stack = stack.extend(scope)
+    return stack
+
+
+@contextlib.contextmanager
+def context_of(eqn: Any, stack: NameStack) -> Iterator[None]:
+    """A context in which what is traced has the equation's line and configuration, and the scopes of `stack`."""
+    within = source_info_util.current_name_stack() + stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=within), eqn.ctx.manager:
+        yield
+
+
+# XLA.
+
+
+def xla_flags() -> bytes:
+    """The options of a compile, serialized, with what XLA read of XLA_FLAGS.
+
+    XLA reads the variable once, so a later change of it doesn't count.
+    """
+    from jaxlib import xla_client
+
+    return xla_client.CompileOptions().SerializeAsString()

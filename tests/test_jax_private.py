@@ -1,0 +1,232 @@
+"""What jaxremat expects of JAX beyond what JAX promises: a test for each thing in `jaxremat/jax_private.py`.
+
+A failure here, with a newer jax, says what to change there. All other tests rest on these.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxremat import jax_private
+from jaxremat.policy.spec import Names
+
+X = np.ones((4, 4), np.float32)
+
+
+def equations(function: Callable[..., Any], *args: Any) -> list[Any]:
+    return list(jax.make_jaxpr(function)(*args).jaxpr.eqns)
+
+
+def the(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The one equation of this primitive."""
+    (eqn,) = [eqn for eqn in equations(function, *args) if eqn.primitive.name == name]
+    return eqn
+
+
+def one_device() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+# Policies.
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_checkpoint_and_its_parameters(in_backward):
+    function = jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
+    eqns = equations(jax.grad(lambda x: function(x).sum()) if in_backward else function, X)
+    (eqn,) = filter(jax_private.is_checkpoint, eqns)
+    assert eqn.params["policy"] is jax.checkpoint_policies.dots_saveable
+    assert (eqn.params["prevent_cse"], eqn.params["differentiated"]) == (False, in_backward)
+    assert [inner.primitive.name for inner in jax_private.callee(eqn).jaxpr.eqns][-1] in ("sin", "mul", "transpose", "cos")
+
+
+def test_what_a_policy_answers():
+    """JAX's policies say True and False, its names policies three objects."""
+    name, other = (the("name", functools.partial(checkpoint_name, name=text), X) for text in ("a", "b"))
+    policies = jax.checkpoint_policies
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["a"], names_which_can_be_offloaded=["b"], offload_src="device", offload_dst="pinned_host"
+    )
+    for policy, saved in ((policies.everything_saveable, (1, 1)), (policies.nothing_saveable, (0, 0)), (offload, (1, 1))):
+        answers = [policy(eqn.primitive, *(var.aval for var in eqn.invars), **eqn.params) for eqn in (name, other)]
+        assert [*map(jax_private.is_save_decision, answers)] == [bool(one) for one in saved]
+        assert [*map(jax_private.is_recompute_decision, answers)] == [not one for one in saved]
+    assert jax_private.is_recompute_decision(offload(the("sin", jnp.sin, X).primitive))
+
+
+def test_the_names_inside_a_policy():
+    policies = jax.checkpoint_policies
+    both = policies.save_from_both_policies(policies.save_only_these_names("a", "b"), Names(("c",)).to_jax())
+    found = list(jax_private.inside_policy(both))
+    texts = {text for thing in found if isinstance(thing, set | frozenset | tuple | list) for text in thing}
+    assert {text for text in texts if isinstance(text, str)} == {"a", "b"}
+    assert [thing for thing in found if isinstance(thing, Names)] == [Names(("c",))]
+
+
+# Checkpoint names.
+
+
+@pytest.mark.parametrize("remat3", [False, True])
+def test_a_checkpoint_name(remat3):
+    if remat3 and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this jax has no option jax_remat3")
+    if remat3:
+        jax.config.update("jax_remat3", True)
+    try:
+        eqns = equations(lambda x: jnp.sin(checkpoint_name(x, "a")), X)
+    finally:
+        if remat3:
+            jax.config.update("jax_remat3", False)
+    assert [*map(jax_private.written_name, eqns)] == ["a", ""]
+
+
+# Equations.
+
+
+def test_an_equation_that_changes_an_array():
+    def changing(x: Any) -> Any:
+        ref = jax.new_ref(x)
+        ref[...] = jnp.sin(x)
+        return ref[...]
+
+    assert any(map(jax_private.changes_reference, equations(changing, X)))
+    assert not any(map(jax_private.changes_reference, equations(jnp.sin, X)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [jnp.sin, lambda x: jax.lax.top_k(x, 2), jax.jit(jnp.tanh), jax.nn.relu],
+    ids=["one", "several", "jit", "jvp"],
+)
+def test_an_equation_is_bound_again(function):
+    (eqn,) = equations(function, X)
+    for got, want in zip(jax_private.bind(eqn, [X]), jax.tree.leaves(function(X)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@jax.custom_vjp
+def squared(x: Any) -> Any:
+    return x**2
+
+
+squared.defvjp(lambda x: (x**2, x), lambda x, bar: (2 * x * bar,))
+
+
+@pytest.mark.parametrize(("function", "name"), [(jax.jit(jnp.tanh), "tanh"), (jax.nn.relu, "relu"), (squared, "squared")])
+def test_what_is_called_and_its_name(function, name):
+    eqn = equations(function, X)[-1]
+    while len(inner := jax_private.callee(eqn).jaxpr.eqns) == 1 and inner[0].params.get("name") == name:
+        (eqn,) = inner  # jnp's functions are jitted themselves
+    assert jax_private.called_name(eqn) == name
+    assert len(jax_private.callee(eqn).jaxpr.invars) == 1
+
+
+@pytest.mark.parametrize("kind", ["core_call", "closed_call"])
+def test_a_call_in_another_form(kind):
+    """Old names of calls stay callable: their program is `jaxpr` or `call_jaxpr`."""
+    closed = jax.make_jaxpr(jnp.sin)(X)
+    eqn = the("jit", jax.jit(jnp.sin), X)
+    params = {"call_jaxpr": closed if kind == "closed_call" else closed.jaxpr}
+    assert jax_private.callee(eqn.replace(params=params)).jaxpr is closed.jaxpr
+
+
+def test_the_operands_of_a_scan():
+    shared = jnp.ones(4)
+    eqn = the("scan", lambda x: jax.lax.scan(lambda c, own: ((c[0] + own * shared, 2 * c[1]), own), (x[0], x[1]), x), X)
+    assert jax_private.num_operands(eqn) == (1, 2)
+    assert (eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"]) == (4, False, 1)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_jit_that_pins_shardings(pinned):
+    where = NamedSharding(one_device(), PartitionSpec())
+    function = jax.jit(jnp.negative, out_shardings=where) if pinned else jax.jit(jnp.negative)
+    eqn = the("jit", function, X)
+    assert jax_private.pins_shardings(eqn) == pinned
+    assert [*map(jax_private.is_unspecified, eqn.params["out_shardings"])] == [not pinned]
+    assert not jax_private.pins_shardings(the("neg", jnp.negative, X))
+
+
+def test_a_shard_map_again():
+    spec = PartitionSpec("data")
+    eqn = the("shard_map", jax.shard_map(jnp.negative, mesh=one_device(), in_specs=spec, out_specs=spec), X)
+    assert jax_private.shard_map_devices(eqn) == 1
+    np.testing.assert_array_equal(jax_private.shard_map_as(eqn, lambda x: (2 * x,))(X)[0], 2 * X)
+    again = the("shard_map", jax_private.shard_map_as(eqn, lambda x: (2 * x,)), X)
+    for name in ("mesh", "in_specs", "out_specs", "newly_manual_axes", "check_vma"):
+        assert again.params[name] == eqn.params[name], name
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_fused_attention(in_backward):
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    q, kv = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in (128, 256))
+    jaxpr = jax.make_jaxpr(jax.grad(attention) if in_backward else attention)(q, kv, kv)
+
+    def kernels(eqns: Any) -> dict[str, Any]:
+        found = {}
+        for eqn in eqns:
+            if sizes := jax_private.attention_sizes(eqn):
+                found[eqn.primitive.name] = sizes
+            for inner in jax_private.core.jaxprs_in_params(eqn.params):
+                found |= kernels(inner.eqns)
+        return found
+
+    found = kernels(jaxpr.jaxpr.eqns)
+    assert jax_private.FUSED_ATTENTION in found
+    assert any("_bwd" in name for name in found) == in_backward
+    assert {(scores, q, v) for scores, q, v, _ in found.values()} == {((2, 4, 128, 256), 64, 64)}
+    assert all("CAUSAL" in mask for *_, mask in found.values())
+
+
+# Where an equation was traced.
+
+
+def test_scopes():
+    def scoped(x: Any) -> Any:
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    plain, mapped = equations(scoped, X)[0], equations(jax.vmap(scoped), X)[0]
+    for eqn in (plain, mapped):
+        assert jax_private.named_scopes(eqn.source_info.name_stack) == ("outer", "inner")
+    assert jax_private.named_scopes(jax_private.stack_of(("a", "b"))) == ("a", "b")
+    assert jax_private.named_scopes(jax_private.stack_of()) == ()
+
+
+def test_the_context_of_an_equation():
+    """Its scopes are within those around it, and its line is its own."""
+    (eqn,) = equations(jnp.sin, X)
+
+    def again(x: Any) -> Any:
+        with jax.named_scope("around"), jax_private.context_of(eqn, jax_private.stack_of(("own",))):
+            return jnp.cos(x)
+
+    (traced,) = equations(again, X)
+    assert jax_private.named_scopes(traced.source_info.name_stack) == ("around", "own")
+    assert traced.source_info.traceback is eqn.source_info.traceback
+
+
+@pytest.mark.parametrize("partitionable", [False, True])
+def test_the_configuration_of_an_equation(partitionable):
+    with jax.threefry_partitionable(partitionable):
+        (eqn,) = equations(jnp.sin, X)
+    with jax.threefry_partitionable(not partitionable), jax_private.context_of(eqn, jax_private.stack_of()):
+        assert jax.config.jax_threefry_partitionable == partitionable  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# XLA.
+
+
+def test_the_flags_that_xla_read():
+    assert isinstance(jax_private.xla_flags(), bytes)
+    assert jax_private.xla_flags() == jax_private.xla_flags() != b""
