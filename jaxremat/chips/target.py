@@ -207,7 +207,8 @@ def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
         return target
     pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
     text = target.chip.text_with_pool(target.text, pool_bytes)
-    devices, shape = target.chip.topology(target.name, text, target.mesh_shape), target.mesh_shape
+    shape = target.mesh_shape
     assert isinstance(shape, MeshShape), "a workload makes its mesh of the devices of the pool"
+    devices = target.chip.topology(target.name, text, shape)
     mesh = make_mesh(devices, shape) if target.mesh else None
     return replace(target, device=devices[0], mesh=mesh, text=text, pool_bytes=pool_bytes)
