@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxremat import jax_private
+from jaxremat.chips.nvidia.attention import CUDNN
 from jaxremat.policy.spec import Names
 
 X = np.ones((4, 4), np.float32)
@@ -182,6 +183,7 @@ def test_fused_attention(in_backward):
         return found
 
     found = kernels(jaxpr.jaxpr.eqns)
+    assert CUDNN.primitive == jax_private.FUSED_ATTENTION
     assert jax_private.FUSED_ATTENTION in found
     assert any("_bwd" in name for name in found) == in_backward
     assert {(scores, q, v) for scores, q, v, _ in found.values()} == {((2, 4, 128, 256), 64, 64)}

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 import jaxremat
 
 PACKAGE = Path(jaxremat.__file__).parent
@@ -136,18 +138,32 @@ def test_a_library_is_imported_where_it_is_used():
     assert found.keys() == WHEN_IMPORTED.keys()
 
 
-def test_the_core_loads_no_other_library():
-    """Of the modules behind `with_policy` and its kind, whatever they load of the package, none loads more than JAX and NumPy."""
+def loaded_with(*names: str) -> tuple[set[Path], set[str]]:
+    """The files of the package that importing these loads, and the libraries."""
     modules = {"jaxremat." + name_of(file).removesuffix(".py").replace("/", "."): file for file in FILES}
-    seen, waiting = set[Path](), [PACKAGE / name for name in CORE]
+    seen, waiting = set[Path](), [PACKAGE / name for name in names]
     while waiting:
         if (file := waiting.pop()) not in seen:
             seen.add(file)
-            names = imports(file, when_imported=True)
-            waiting += [modules[module] for name in names for module in (name, name.rpartition(".")[0]) if module in modules]
+            found = imports(file, when_imported=True)
+            waiting += [modules[module] for name in found for module in (name, name.rpartition(".")[0]) if module in modules]
     libraries = {name.partition(".")[0] for file in seen for name in imports(file, when_imported=True)}
-    assert libraries - sys.stdlib_module_names == {"jaxremat", "jax", "numpy"}
+    return seen, libraries - sys.stdlib_module_names
+
+
+def test_the_core_loads_no_other_library():
+    """Of the modules behind `with_policy` and its kind, whatever they load of the package, none loads more than JAX and NumPy."""
+    seen, libraries = loaded_with(*CORE)
+    assert libraries == {"jaxremat", "jax", "numpy"}
     assert {PACKAGE / "policy/find.py", PACKAGE / "errors.py"} < seen
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "sweep", "recommend", "train", "doctor", "watch"])
+def test_a_command_loads_no_jax(command):
+    """JAX reads `JAX_PLATFORMS` when it is imported, and a command sets it before that."""
+    seen, libraries = loaded_with(f"cli/{command}.py")
+    assert "jax" not in libraries
+    assert PACKAGE / "cli/command.py" in seen
 
 
 def test_a_room_imports_only_rooms_before_it():
