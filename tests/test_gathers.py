@@ -138,8 +138,9 @@ def test_a_gather_by_hand():
 
     NCCL's LL protocol takes 6.6 us, 0.6 us for each of 3 hops, and 3/4 of the gathered bytes at half of 1e9 bytes/s.
     """
-    mesh = abstract_mesh(MeshShape(fsdp=4, tensor=2))
-    assert groups_along(mesh, "fsdp") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    axes = MeshShape(fsdp=4, tensor=2)
+    mesh = abstract_mesh(axes)
+    assert groups_along(mesh, ["fsdp"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
     def layer(w, x):
         with tracing_on(mesh):
@@ -147,7 +148,7 @@ def test_a_gather_by_hand():
             gathered = checkpoint_name(on_mesh(divided, None, "mlp"), "w_gathered")
             return checkpoint_name(on_mesh(jnp.sin(x @ gathered), "batch", "mlp"), "y")
 
-    share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5)
+    share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5, axes=axes)
     args = struct(64, 128), struct(16, 64, dtype="bfloat16")
     problem, keep = layer_problem(layer, args, SPEED, in_scan=False, share=share)
     num_bytes = {value.name: value.num_bytes for value in problem.values}
@@ -170,8 +171,8 @@ def test_a_gather_by_hand():
 
 def test_a_divided_parameter_is_read_whole():
     """Without a gather in the program XLA makes one. What a matmul reads of a divided kernel is all of it."""
-    mesh = abstract_mesh(MeshShape(fsdp=8))
-    share = Share(mesh, {((512, 512), "float32"): 8})
+    axes = MeshShape(fsdp=8)
+    share = Share(abstract_mesh(axes), {((512, 512), "float32"): 8}, axes=axes)
     problem, _ = layer_problem(lambda w, x: x @ jnp.abs(w), (struct(512, 512), struct(2, 512)), SPEED, share=share)
     (matmul,) = (op for op in problem.ops if op.flops)
     assert matmul.recompute_s == pytest.approx(1e-6 + (512 * 512 + 2 * 2 * 512) * 4 / 1e9)

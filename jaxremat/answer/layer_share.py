@@ -7,7 +7,8 @@ It also gives the exposed seconds of a gathered kernel.
     lies.num_bytes(number)                 # bytes of a value on one device
 
 A value that is made of parameters alone, such as a converted kernel, is divided as its parameter is, until a sharding constraint
-says otherwise. Everything else that a layer makes is divided evenly over the axis `tensor`.
+says otherwise. Everything else that a layer makes is divided evenly over the devices that share a batch: those along the axis
+`tensor`, or all of a mesh that the workload has brought.
 
 On 8 devices, the float32 kernel [4096, 14336] takes 28 MiB of each, and 14 MiB once it is converted to bfloat16. Gathered, it
 takes 112 MiB.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
 from jaxremat.xla.collectives import Collective, collective_seconds
@@ -33,6 +35,7 @@ class Share:
 
     Attributes:
         mesh: the mesh. None for one device.
+        axes: what its axes divide.
         parts: the parts of the layer's parameters. An argument that has the shape and dtype of one is taken for a parameter.
         waits: exposed seconds for each second in which a gather uses the links. Kernels hide the rest.
     """
@@ -40,6 +43,7 @@ class Share:
     mesh: AnyMesh | None = None
     parts: Parts = field(default_factory=dict)
     waits: float = 1.0
+    axes: MeshAxes = ONE_DEVICE
 
     def of(self, program: Program) -> tuple[Program, "Lies"]:
         """A traced layer and how its values lie.
@@ -64,9 +68,12 @@ class Share:
         return _with_gathers_alone(program, gathers), Lies(self, program.avals, of_params, frozenset(gathers))
 
     @property
-    def tensor(self) -> int:
-        """Devices that share an operation's FLOPs."""
-        return self.mesh.shape["tensor"] if self.mesh else 1
+    def num_sharing(self) -> int:
+        """Devices that share an operation's FLOPs.
+
+        A layer is traced at the batch of a data-parallel group, or on a workload's own mesh at that of all devices.
+        """
+        return self.axes.num_devices // self.axes.num_members
 
 
 #: One device, which stores and computes everything.
@@ -81,7 +88,7 @@ class Lies:
         share: how the layer is divided.
         avals: the shape and dtype of every value, by number.
         of_params: in how many parts the values lie that are made of parameters alone.
-        gathers: those of them that a gather along `fsdp` makes.
+        gathers: those of them that a gather makes.
     """
 
     share: Share
@@ -91,7 +98,7 @@ class Lies:
 
     def num_bytes(self, number: int) -> int:
         """Bytes of a value on one device."""
-        return _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.tensor)
+        return _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.num_sharing)
 
     def moved_bytes(self, equation: Equation, number: int) -> int:
         """Bytes of a value that an operation reads or writes.
@@ -100,18 +107,18 @@ class Lies:
         """
         if number not in self.of_params or equation.outputs[0] in self.of_params:
             return self.num_bytes(number)
-        return max(self.num_bytes(number), _num_bytes(self.avals[number]) // self.share.tensor)
+        return max(self.num_bytes(number), _num_bytes(self.avals[number]) // self.share.num_sharing)
 
     def flops(self, equation: Equation) -> int:
         """FLOPs of an operation on one device."""
-        return equation_flops(equation.eqn).total // self.share.tensor
+        return equation_flops(equation.eqn).total // self.share.num_sharing
 
     def gather_seconds(self, number: int, speed: DeviceSpeed) -> float:
         """Exposed seconds of the gather that makes a value."""
         assert self.share.mesh is not None, "without a mesh there are no gathers"
-        if speed.links is None:
+        if speed.links is None or not self.share.axes.gather_axes:
             return 0.0
-        groups = groups_along(self.share.mesh, "fsdp")
+        groups = groups_along(self.share.mesh, self.share.axes.gather_axes)
         return self.share.waits * collective_seconds(Collective("all-gather", self.num_bytes(number), groups), speed.links)
 
 

@@ -41,7 +41,7 @@ def estimate_workload(
     Raises:
         UsageError: no repeated layers were found, or the workload is a step.
     """
-    mesh = trials.target.mesh
+    mesh, axes = trials.target.mesh, trials.target.mesh_shape
     found = trials.factory.layers_at(batch, trials.train, mesh)
     if found is None or not found.kinds:
         looked_at = "a whole step" if found is None else "; ".join(found.looked_at)
@@ -52,7 +52,7 @@ def estimate_workload(
             next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
         )
     times = trials.train.accumulate
-    shares = [Share(mesh, _parts(trials, kind), times * waits) if mesh else ALONE for kind in found.kinds]
+    shares = [Share(mesh, _parts(trials, kind), times * waits, axes) if mesh else ALONE for kind in found.kinds]
     return estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
 
 

@@ -56,6 +56,7 @@ class Links:
         devices_of_node: Devices of one node.
         node_bytes_per_s: Bytes that a device sends to others of its node in a second.
         network_bytes_per_s: Bytes that a device sends to other nodes in a second. None if that isn't known.
+        order: For each device in the order of the program's, its number. Empty where both are the same.
         protocols: How the library of collectives may send. It takes the fastest.
     """
 
@@ -64,6 +65,11 @@ class Links:
     node_bytes_per_s: float
     network_bytes_per_s: float | None
     protocols: tuple[Protocol, ...]
+    order: tuple[int, ...] = ()
+
+    def node_of(self, device: int) -> int:
+        """The node of a device of the program."""
+        return (self.order[device] if self.order else device) // self.devices_of_node
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ mesh, the target is several equal devices.
 What a target's kind of device is to the rest of the package is `Target.chip`.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ from jaxremat.chips.chip import MEM_FRACTION, Chip
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import TargetError
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
 
 _ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coordinator says so"
@@ -52,7 +52,7 @@ class Target:
     compute_capability: tuple[int, int] | None
     speed: DeviceSpeed | None
     mesh: jax.sharding.Mesh | None = None
-    mesh_shape: MeshShape = ONE_DEVICE
+    mesh_shape: MeshAxes = ONE_DEVICE
     text: str = ""
     pool_bytes: int | None = None
 
@@ -65,6 +65,11 @@ class Target:
     def sharding(self) -> jax.sharding.Sharding:
         """The sharding that puts every array whole on the one device, or on each of several."""
         return jax.sharding.SingleDeviceSharding(self.device) if self.mesh is None else replicated(self.mesh)
+
+    @property
+    def devices(self) -> list[Any]:
+        """All devices, in the order of the mesh."""
+        return [self.device] if self.mesh is None else list(self.mesh.devices.flat)
 
     @property
     def local_devices(self) -> list[Any]:
@@ -84,7 +89,7 @@ class Target:
         Empty for one device.
         """
         several = {"num_processes": self.num_processes} if self.num_processes > 1 else {}
-        return {"mesh": asdict(self.mesh_shape), **several} if self.mesh else {}
+        return {"mesh": self.mesh_shape.as_data(), **several} if self.mesh else {}
 
 
 def load_target(name: str | None = None, mesh: MeshShape | None = None) -> Target:
@@ -197,10 +202,13 @@ def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
         pool_bytes: the size of the pool. None takes the share of the GPU's memory that JAX's allocator takes by default, and a
             target with a pool as it is.
     """
-    if target.kind != "deviceless" or target.memory_bytes is None or (pool_bytes is None and target.pool_bytes is not None):
+    has_pool = target.pool_bytes is not None and pool_bytes in (None, target.pool_bytes)
+    if target.kind != "deviceless" or target.memory_bytes is None or has_pool:
         return target
     pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
     text = target.chip.text_with_pool(target.text, pool_bytes)
-    devices = target.chip.topology(target.name, text, target.mesh_shape)
-    mesh = make_mesh(devices, target.mesh_shape) if target.mesh else None
+    shape = target.mesh_shape
+    assert isinstance(shape, MeshShape), "a workload makes its mesh of the devices of the pool"
+    devices = target.chip.topology(target.name, text, shape)
+    mesh = make_mesh(devices, shape) if target.mesh else None
     return replace(target, device=devices[0], mesh=mesh, text=text, pool_bytes=pool_bytes)

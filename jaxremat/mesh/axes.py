@@ -9,16 +9,21 @@ half of the attention heads, half of the width inside the MLP and half of the lo
 `--mesh fsdp=2,expert=4` is a mesh of 8 devices with sequences of their own. Each computes a quarter of the experts of a layer,
 for the tokens of 4 devices.
 
+A workload may bring a mesh of its own instead, with any axes (`OwnAxes`). What such an axis divides follows from the shardings of
+the workload's arrays.
+
 This module doesn't import JAX, so that `--help` is fast.
 
 References:
     MaxText, `configs/base.yml`, for names such as `ici_fsdp_parallelism`, inside a node, and `dcn_data_parallelism`.
 """
 
+import abc
 import math
 import re
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from jaxremat.errors import UsageError, nearest
 
@@ -48,9 +53,71 @@ MAX_DEVICES = 2**17
 _EXAMPLE = "--mesh data=2,fsdp=8"
 
 
+class MeshAxes(abc.ABC):
+    """The axes of a mesh and what they divide.
+
+    Attributes:
+        nodes: machines over which the devices are spread evenly.
+    """
+
+    nodes: int
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """The size of each axis. Devices are numbered along the last axis first."""
+
+    @property
+    @abc.abstractmethod
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes along which devices have samples of their own."""
+
+    @property
+    @abc.abstractmethod
+    def gather_axes(self) -> tuple[str, ...]:
+        """The axes along which a parameter is gathered before a layer reads it."""
+
+    @property
+    @abc.abstractmethod
+    def num_param_parts(self) -> int:
+        """The number of parts of a parameter that all axes of parameters divide."""
+
+    @property
+    @abc.abstractmethod
+    def num_members(self) -> int:
+        """How many groups of devices have a batch each, where the batch is that of a group."""
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a workload has brought the mesh."""
+        return isinstance(self, OwnAxes)
+
+    def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
+        """The places of some devices along `axes`."""
+        return {tuple(place[axis] for axis in self.sizes if axis in axes) for place in map(self._place, devices)}
+
+    def _place(self, device: int) -> dict[str, int]:
+        place = {}
+        for axis, size in reversed([*self.sizes.items()]):
+            device, place[axis] = divmod(device, size)
+        return place
+
+    @abc.abstractmethod
+    def as_data(self) -> dict[str, Any]:
+        """The axes as records have them; `axes_of_data` reads them back."""
+
+    def __str__(self) -> str:
+        sizes = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        return sizes or f"{next(iter(self.sizes))}=1"
+
+
 @dataclass(frozen=True)
-class MeshShape:
-    """The sizes of a mesh's axes.
+class MeshShape(MeshAxes):
+    """The sizes of the axes of `--mesh`.
 
     Attributes:
         data: size of the axis `data`.
@@ -67,8 +134,20 @@ class MeshShape:
     nodes: int = 1
 
     @property
-    def num_devices(self) -> int:
-        return self.num_members * self.tensor
+    def sizes(self) -> Mapping[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return BATCH_AXES
+
+    @property
+    def gather_axes(self) -> tuple[str, ...]:
+        return ("fsdp",)
+
+    @property
+    def num_param_parts(self) -> int:
+        return self.num_devices // self.data
 
     @property
     def num_members(self) -> int:
@@ -76,24 +155,67 @@ class MeshShape:
 
         A batch is the number of sequences of such a group.
         """
-        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+        return self.num_devices // self.tensor
 
-    def places(self, devices: Iterable[int], axes: Collection[str]) -> set[tuple[int, ...]]:
-        """The places of some devices along `axes`.
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
 
-        Devices are numbered along the last axis of `AXES` first.
-        """
-        return {tuple(place[axis] for axis in AXES if axis in axes) for place in map(self._place, devices)}
+    __str__ = MeshAxes.__str__
 
-    def _place(self, device: int) -> dict[str, int]:
-        place = {}
-        for axis in reversed(AXES):
-            device, place[axis] = divmod(device, getattr(self, axis))
-        return place
 
-    def __str__(self) -> str:
-        sizes = ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-        return sizes or "data=1"
+@dataclass(frozen=True)
+class OwnAxes(MeshAxes):
+    """The axes of a mesh that a workload has brought.
+
+    A batch is whatever the workload's function makes of it, for all devices together.
+
+    Attributes:
+        named: the name and the size of each axis, in the order of the mesh.
+        of_batch: the axes that divide an array of the batch.
+        of_params: the axes that divide a parameter, or an array of the optimizer's state.
+        nodes: machines over which the devices are spread evenly.
+    """
+
+    named: tuple[tuple[str, int], ...]
+    of_batch: tuple[str, ...] = ()
+    of_params: tuple[str, ...] = ()
+    nodes: int = 1
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return dict(self.named)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return self.of_batch
+
+    @property
+    def gather_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.of_params if axis in self.of_batch)
+
+    @property
+    def num_param_parts(self) -> int:
+        return math.prod(self.sizes[axis] for axis in self.of_params)
+
+    @property
+    def num_members(self) -> int:
+        return 1
+
+    def as_data(self) -> dict[str, Any]:
+        return {"axes": dict(self.named), "nodes": self.nodes}
+
+    __str__ = MeshAxes.__str__
+
+
+def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
+    """The axes that `MeshAxes.as_data` wrote.
+
+    Raises:
+        TypeError: they are none.
+    """
+    if "axes" in data:
+        return OwnAxes(tuple(dict(data["axes"]).items()), nodes=data.get("nodes", 1))
+    return MeshShape(**data)
 
 
 ONE_DEVICE = MeshShape()

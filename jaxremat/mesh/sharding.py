@@ -69,17 +69,39 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
 
 
 @contextlib.contextmanager
-def tracing_on(mesh: AnyMesh | None) -> Iterator[None]:
+def tracing_on(mesh: AnyMesh | None, *, is_own: bool = False) -> Iterator[None]:
     """A context in which the layers' constraints on their residual stream hold.
 
     Without a mesh there are none.
+
+    Args:
+        mesh: the mesh.
+        is_own: whether a workload has brought it. The rules by which logical axes lie on it are then the workload's own.
     """
     if mesh is None:
         yield
         return
+    if is_own:
+        with _set_mesh(mesh):
+            yield
+        return
     import flax.linen as nn
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
+        yield
+
+
+@contextlib.contextmanager
+def _set_mesh(mesh: AnyMesh) -> Iterator[None]:
+    """A context as a program has it under `jax.set_mesh(mesh)`.
+
+    JAX doesn't allow that while it traces. The mesh's axes alone are then set.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(mesh, Mesh):
+            with contextlib.suppress(ValueError):
+                stack.enter_context(jax.set_mesh(mesh))
+        stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
         yield
 
 
@@ -156,6 +178,12 @@ def _larger_than_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
+def _divides(mesh: AnyMesh, part: Any) -> str | tuple[str, ...] | None:
+    """The axes of an entry of a `PartitionSpec` that divide a dimension."""
+    named = (part,) if isinstance(part, str) else part if isinstance(part, tuple) else ()
+    return _one_or_several(axes) if (axes := _larger_than_one(mesh, named)) else None
+
+
 def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
@@ -181,7 +209,9 @@ def num_parts(sharding: Any) -> int | None:
     return math.prod(sharding.mesh.shape[axis] for axis in axes_in(sharding.spec))
 
 
-def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None) -> Any:
+def state_shardings(
+    mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | None, *, others: PartitionSpec | None = None
+) -> Any:
     """The sharding of each array of a training state.
 
     The arrays are its parameters, and what the optimizer has of them.
@@ -191,16 +221,19 @@ def state_shardings(mesh: Mesh, state: Any, params: Any, axes_of: LogicalAxes | 
         state: the state's shapes.
         params: the shapes of its parameters.
         axes_of: the logical axes of the parameters. None where nothing is known of them.
+        others: how an array of the optimizer lies that belongs to no parameter of its shape. None divides it by `RULES`.
     """
-    specs = {}
+    known = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         axes = axes_of(path, leaf.shape) if axes_of else None
-        specs[jax.tree_util.keystr(path), leaf.shape] = param_spec(mesh, leaf, axes)
+        known[jax.tree_util.keystr(path), leaf.shape] = param_sharding(mesh, leaf, axes)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         endings = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
-        known = (specs[ending, leaf.shape] for ending in endings if (ending, leaf.shape) in specs)
-        return NamedSharding(mesh, next(known, None) or param_spec(mesh, leaf, None))
+        found = next((known[ending, leaf.shape] for ending in endings if (ending, leaf.shape) in known), None)
+        if found is None and others is not None:
+            return NamedSharding(mesh, others)
+        return found or param_sharding(mesh, leaf, None)
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
@@ -231,8 +264,8 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
     found = []
     for path, leaf in jax.tree.leaves_with_path(params):
         axes = axes_of(path, leaf.shape) if axes_of else None
-        spec = param_spec(mesh, leaf, axes)
-        divided = tuple(spec) + (None,) * (leaf.ndim - len(spec))
+        sharding = param_sharding(mesh, leaf, axes)
+        divided = tuple(_divides(mesh, part) for part in sharding.spec) + (None,) * (leaf.ndim - len(sharding.spec))
         num_bytes = leaf.size * leaf.dtype.itemsize
         found.append(
             ParamSharding(
@@ -240,8 +273,8 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
                 shape=leaf.shape,
                 divided=divided,
                 num_bytes=num_bytes,
-                device_bytes=bytes_of_a_device(leaf, NamedSharding(mesh, spec)),
-                not_divided=_not_divided(mesh, leaf, divided, axes or ()),
+                device_bytes=bytes_of_a_device(leaf, sharding),
+                not_divided="" if given_sharding(mesh, leaf) else _not_divided(mesh, leaf, divided, axes or ()),
             )
         )
     return found
@@ -300,14 +333,14 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
     return "; ".join(f"{size} no multiple of {axis}={mesh.shape[axis]}".strip() for axis, size in missing)
 
 
-def groups_along(mesh: AnyMesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the devices of each group that differ along `axis` alone.
+def groups_along(mesh: AnyMesh, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the devices of each group that differ along `axes` alone.
 
     On the mesh `fsdp=2,tensor=2` and along `fsdp` they are (0, 2) and (1, 3).
     """
-    number = list(mesh.axis_names).index(axis)
-    numbers = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
-    return tuple(map(tuple, np.moveaxis(numbers, number, -1).reshape(-1, mesh.shape[axis]).tolist()))
+    along = [list(mesh.axis_names).index(axis) for axis in axes]
+    numbers = np.moveaxis(np.arange(mesh.size).reshape(tuple(mesh.shape.values())), along, range(-len(along), 0))
+    return tuple(map(tuple, numbers.reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()))
 
 
 def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
@@ -322,22 +355,21 @@ def batch_shardings(mesh: Mesh, batch: Any, axes: Sequence[int | None]) -> Any:
         batch: the shapes of a batch.
         axes: for each array, the axis that counts samples. None for an array without one.
     """
-    num_shards = math.prod(mesh.shape[name] for name in BATCH_AXES)
-    of_samples = _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES)
 
-    def spec(leaf: Any, axis: int | None) -> PartitionSpec:
-        if (given := given_spec(mesh, leaf)) is not None:
+    def sharding(leaf: Any, axis: int | None) -> NamedSharding:
+        if (given := given_sharding(mesh, leaf)) is not None:
             return given
-        if axis is None or leaf.shape[axis] % num_shards:
-            return PartitionSpec()
-        return PartitionSpec(*axis * [None], of_samples)
+        if axis is None or leaf.shape[axis] % math.prod(mesh.shape[name] for name in BATCH_AXES):
+            return NamedSharding(mesh, PartitionSpec())
+        of_samples = _one_or_several(_larger_than_one(mesh, BATCH_AXES) or BATCH_AXES)
+        return NamedSharding(mesh, PartitionSpec(*axis * [None], of_samples))
 
     leaves, tree = jax.tree.flatten(batch)
-    return tree.unflatten([NamedSharding(mesh, spec(leaf, axis)) for leaf, axis in zip(leaves, axes, strict=True)])
+    return tree.unflatten([sharding(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
 
 
-def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:
-    """How an array lies by its own sharding, a `NamedSharding` over axes of `AXES`.
+def given_sharding(mesh: AnyMesh, leaf: Any) -> NamedSharding | None:
+    """How an array lies on `mesh` by its own sharding, a `NamedSharding` over axes of the mesh.
 
     None if it has no such sharding.
 
@@ -352,17 +384,19 @@ def given_spec(mesh: AnyMesh, leaf: Any) -> PartitionSpec | None:
         if unknown := [axis for axis in axes if axis not in mesh.shape]:
             raise UsageError(
                 f"an array {list(leaf.shape)} has a sharding over the axis {unknown[0]!r}",
-                allowed=f"the axes {', '.join(AXES)}",
-                cause="the axes of --mesh divide arrays, and this is none of them",
-                next_step="NamedSharding(AbstractMesh((8,), ('fsdp',)), PartitionSpec('fsdp'))",
+                allowed=f"the axes {', '.join(map(str, mesh.axis_names))}",
+                cause="the axes of the mesh divide arrays, and this is none of them",
+                next_step="NamedSharding(AbstractMesh((8,), ('fsdp',)), PartitionSpec('fsdp')) with --mesh fsdp=8, or a mesh of "
+                "your own: Workload(mesh=mesh)",
             )
         if size % math.prod(mesh.shape[axis] for axis in axes):
             raise UsageError(
-                f"an array {list(leaf.shape)} has a sharding that divides {size} over {' and '.join(axes)}",
+                f"an array {list(leaf.shape)} has a sharding that divides {size} over "
+                + " and ".join(_larger_than_one(mesh, axes)),
                 allowed=f"a dimension that {math.prod(mesh.shape[axis] for axis in axes)} divides",
                 next_step="a mesh with another size of that axis, or None for that dimension",
             )
-    return sharding.spec
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -379,16 +413,16 @@ def bytes_of_a_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
 
 
-def param_spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> PartitionSpec:
+def param_sharding(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) -> NamedSharding:
     """How one array lies: as its own sharding says, or else by `RULES`.
 
     An array that no rule divides over `fsdp` is divided so along its largest dimension that is left. The leading dimension of an
     array of several dimensions is divided last, as it may count layers.
     """
-    if (given := given_spec(mesh, leaf)) is not None:
+    if (given := given_sharding(mesh, leaf)) is not None:
         return given
     if leaf.size * leaf.dtype.itemsize < SMALL_BYTES:
-        return PartitionSpec()
+        return NamedSharding(mesh, PartitionSpec())
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
     left = tuple(axis for axis in _larger_than_one(mesh, ("fsdp", "expert")) if axis not in axes_in(divided))
     if left:
@@ -396,4 +430,4 @@ def param_spec(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None) ->
         others = sorted(range(leaf.ndim), key=lambda n: (n == 0 and leaf.ndim > 1, -leaf.shape[n]))
         found = next((n for n in others if divided[n] is None and leaf.shape[n] % size == 0), None)
         divided = [_one_or_several(left) if n == found else axis for n, axis in enumerate(divided)]
-    return PartitionSpec(*divided) if any(divided) else PartitionSpec()
+    return NamedSharding(mesh, PartitionSpec(*divided) if any(divided) else PartitionSpec())

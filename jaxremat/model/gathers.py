@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UnknownNameError
-from jaxremat.mesh.sharding import AnyMesh, axes_in, param_spec
+from jaxremat.mesh.sharding import AnyMesh, axes_in, param_sharding
 from jaxremat.model.param_axes import LOGICAL_AXES
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.spec import Policy, Rule
@@ -108,7 +108,7 @@ def gathered_head(kernel: jax.Array, dtype: str, axes: tuple[str | None, ...]) -
         axes: the logical axes of the kernel's dimensions.
     """
     mesh, converted = jax.sharding.get_abstract_mesh(), kernel.astype(dtype)
-    spec = PartitionSpec() if mesh.empty else param_spec(mesh, kernel, axes)
+    spec = PartitionSpec() if mesh.empty else param_sharding(mesh, kernel, axes).spec
     return _gather_kernel(converted, spec) if {"fsdp", "tensor"} <= axes_in(spec) else converted
 
 
@@ -116,7 +116,7 @@ def _spec(mesh: AnyMesh, config: ModelConfig, module: str, kernel: jax.Array) ->
     """How the kernel of one layer lies."""
     layers = (config.num_layers,) if config.scan_layers else ()
     leaf = jax.ShapeDtypeStruct((*layers, *kernel.shape), kernel.dtype)
-    spec = param_spec(mesh, leaf, (*(None for _ in layers), *LOGICAL_AXES[module, "kernel"]))
+    spec = param_sharding(mesh, leaf, (*(None for _ in layers), *LOGICAL_AXES[module, "kernel"])).spec
     return PartitionSpec(*spec[len(layers) :])
 
 

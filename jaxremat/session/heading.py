@@ -47,11 +47,13 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         nodes, processes = target.mesh_shape.nodes, target.num_processes
         places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
+    if target.mesh_shape.is_own:
+        yield _batch_sentence(trials, batch)
     yield from trials.factory.lines(batch)
     if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
         yield f"data      {said}"
     if target.mesh:
-        yield f"state     {_state_sentence(trials, batch or 1)}"
+        yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
     if trials.reserve_bytes is not None:
         outside, needed = target.chip.outside, target.chip.outside_needed
@@ -72,7 +74,18 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield "          +attention changes nothing here: there is no fused kernel"
 
 
-def _state_sentence(trials: "Trials", batch: int) -> str:
+def _batch_sentence(trials: "Trials", batch: int | None) -> str:
+    """What a batch is on a mesh that the workload has brought."""
+    name, number = trials.factory.name, batch or trials.workload_at().num_samples
+    if not trials.factory.has_free_batch:
+        return f"batch     the one that {name} has, on all devices"
+    rows = trials.factory.rows_at(number) if number else None
+    return f"batch     what {name} makes of its keyword batch" + (
+        f": {number} is {rows} samples on all devices" if rows else ""
+    )
+
+
+def _state_sentence(trials: "Trials", batch: int | None) -> str:
     """How much of the state each device of a mesh has.
 
     Such as `89.75 GiB in all; each device has 11.22 GiB of parts, ...`.

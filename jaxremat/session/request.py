@@ -309,16 +309,21 @@ def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape
         shape = mesh.num_devices, mesh.nodes
         return mesh, sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
     mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes), flags.global_batch
-    groups = mesh.num_members if mesh else 1
-    if total is not None and total % groups:
-        raise UsageError(
-            f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
-            allowed="a global batch that all of them share evenly",
-            next_step=f"--global-batch {groups * max(1, total // groups)}",
-        )
+    if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
+        raise uneven_groups(total, mesh)
     if mesh:
         model.check_mesh(mesh, planned)
     return mesh, ()
+
+
+def uneven_groups(total: int, mesh: MeshShape | None) -> UsageError:
+    """The error of a --global-batch that the data-parallel groups of a mesh don't share evenly."""
+    groups = mesh.num_members if mesh else 1
+    return UsageError(
+        f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
+        allowed="a global batch that all of them share evenly",
+        next_step=f"--global-batch {groups * max(1, total // groups)}",
+    )
 
 
 def _within(flag: str, value: float | None, above: float, upto: float) -> None:

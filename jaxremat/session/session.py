@@ -16,6 +16,7 @@ A command opens it from its flags:
 """
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -62,7 +63,8 @@ class Session:
 
     Args:
         model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, a
-            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`.
+            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword `devices` it makes a
+            mesh of its own over `devices=8`.
         target: as for `--target`, such as `h100-80gb`. None takes the attached GPU, or else `h100-80gb`.
         mesh: several devices, such as `fsdp=8`. None for one device.
         budget: bytes that a step may use, as a number or as text such as `40GiB`. None takes what the allocator has.
@@ -105,15 +107,14 @@ class Session:
         bytes_of = None if budget is None else parse_bytes(str(budget))
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
         given, factory = None, None
+        name = getattr(model, "__name__", "workload")
         if not named:
-            name = getattr(model, "__name__", "workload")
             of_presets = [*(f.name for f in dataclasses.fields(ModelFlags)), "seq_len", "loss", "data", "model_arg"]
             unread = next((f"{option}={value!r}" for option, value in options.items() if option in of_presets), "")
             reject((unread, f"Session got {unread} beside a workload of your own",
                     "give it to your function, as functools.partial(workload, seq_len=64) does"))  # fmt: skip
             train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
             given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
-            factory = _factory_of(model, name, flags.layers)
         request = check_run(flags, given)
         if request.meshes:
             raise UsageError(
@@ -121,7 +122,11 @@ class Session:
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        opened = Session.of(request, load_target(target, request.mesh), factory=factory)
+        on = load_target(target, request.mesh)
+        if not named:
+            on = _in_job(request, on)
+            factory = _factory_of(model, name, flags.layers, on)
+        opened = Session.of(request, on, factory=factory)
         vars(self).update(vars(opened), _given=given)
 
     @classmethod
@@ -144,14 +149,14 @@ class Session:
         Raises:
             UsageError: the request isn't valid for this model or target.
         """
-        from jaxremat.chips.target import in_pool
         from jaxremat.trial.trials import Trials
+        from jaxremat.xla.own_mesh import on_mesh_of
 
         flags = request.flags
-        if flags.xla_remat:
-            target = in_pool(target, _budget(request, target)[0].pool_bytes)
+        target = _in_job(request, target)
         factory = factory or request.model.factory(request, target, attention)
         workload = factory.at(None, request.train)
+        target = on_mesh_of(workload, target, request.train)
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
@@ -289,6 +294,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def _in_job(request: Request[Any], target: "Target") -> "Target":
+    """The target as XLA has it in the job, for --xla-remat."""
+    from jaxremat.chips.target import in_pool
+
+    return in_pool(target, _budget(request, target)[0].pool_bytes) if request.flags.xla_remat else target
+
+
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     """The budget of the request on `target`, and a warning.
 
@@ -347,7 +359,12 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
     return filled(RunFlags, values)
 
 
-def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFactory":
+def _train_of(flags: RunFlags) -> TrainConfig:
+    """The settings of the training step around a workload of the user's own."""
+    return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
+
+
+def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target") -> "WorkloadFactory":
     """The factory of a workload, or of a function that returns one.
 
     Raises:
@@ -364,8 +381,15 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...]) -> "WorkloadFact
             allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
             next_step="Session('gpt2'), or Session(jaxremat.Workload(loss=..., params=..., batch=...))",
         )
-    make: Any = model
-    has_batch = "batch" in inspect.signature(model).parameters
+    from jaxremat.workload.load import takes_devices_of
+
+    signature = inspect.signature(model)
+    takes_devices, batch = takes_devices_of(signature), signature.parameters.get("batch")
+    make: Any = functools.partial(model, devices=target.devices) if takes_devices else model
     return WorkloadFactory(
-        name, lambda batch: make(batch=batch) if has_batch and batch is not None else make(), has_batch, layers
+        name,
+        lambda size: make() if batch is None or size is None else make(batch=size),
+        batch is not None,
+        layers,
+        default_batch=batch.default if batch and type(batch.default) is int else None,
     )

@@ -12,7 +12,7 @@ from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError, flag_of, reject
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
+from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy, uneven_groups
 
 if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
@@ -31,12 +31,12 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     Raises:
         UsageError: something was requested that this workload can't do.
     """
+    _check_mesh(request, factory, workload)
     request = _with_choices(request, factory)
     if workload.write_text:
         of_model = {name: reason for name, reason in request.model.no_effect.items() if name != "sample_tokens"}
         request = replace(request, model=replace(request.model, no_effect=of_model))
     if workload.step is not None:
-        _check_mesh_of_step(request, factory, workload)
         request = _for_whole_step(request, factory, workload)
     elif workload.loss_under is None:
         _ = workload.abstract_result  # the user's loss is traced once, so that its errors come before anything else
@@ -50,7 +50,8 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     num_devices = request.mesh.num_devices if request.mesh else 1
     uneven = "" if workload.num_samples or workload.step else ", whose arrays begin with different sizes"
     reject(
-        (request.mesh and workload.step is None, f"a mesh of {num_devices} devices was requested, {has}", free,
+        (request.mesh and workload.step is None and workload.mesh is None,
+         f"a mesh of {num_devices} devices was requested, {has}", free,
          "each device has samples of its own, so that the batch of the step depends on the mesh"),
         (isinstance(flags, RunFlags) and flags.objective == "batch", f"--objective batch looks for the batch, {has}",
          f"--objective time, or {free}"),
@@ -83,10 +84,26 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
     return replace(request, train=train, policies=tuple(map(with_choices, request.policies)))
 
 
-def _check_mesh_of_step(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if arguments of the step don't say how they lie on the requested mesh."""
+def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
+    """Raises UsageError if the requested mesh and the workload's own are two.
+
+    And if arguments of a whole step don't say how they lie on the requested mesh.
+    """
     import jax
 
+    if workload.mesh is not None:
+        if request.flags.mesh is not None:
+            raise UsageError(
+                f"--mesh {request.flags.mesh} was given, and {factory.name} brings its own mesh",
+                cause="its function takes the keyword devices, or makes a mesh",
+                next_step="--devices N in place of --mesh",
+            )
+        return
+    groups, total = request.mesh.num_members if request.mesh else 1, request.flags.global_batch
+    if total is not None and total % groups:
+        raise uneven_groups(total, request.mesh)
+    if workload.step is None:
+        return
     leaves = jax.tree.leaves(workload.abstract_args)
     if request.mesh and not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves):
         raise UsageError(

@@ -59,7 +59,7 @@ def step_batch(workload: Workload, accumulate: int) -> Any:
         if place.way == "joined":
             shape = tuple(accumulate * size if n == place.axis else size for n, size in enumerate(leaf.shape))
         elif isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+            sharding = sharding.update(spec=PartitionSpec(None, *sharding.spec))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(several, places(workload), workload.abstract_batch)

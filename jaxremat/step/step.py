@@ -9,6 +9,7 @@ The caller donates the state (`donate_argnums=0`). Its buffers are reused for th
 state are in memory once. A workload that is a step itself is compiled as it is.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings
+from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings, tracing_on
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.policy.state import has_objects, split_trained, with_objects
 from jaxremat.policy.tree import combine
@@ -98,7 +100,10 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     """
     if workload.step is not None:
         _check_whole_step(workload, train, policy)
-        return with_objects(workload.step) if has_objects(workload.args) else workload.step
+        step = workload.step
+        if _is_jitted(step) and workload.donate_argnums != ():  # which the workload says of it, and not jax.jit
+            step = _plain(step)
+        return with_objects(step) if has_objects(workload.args) else step
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
     def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
@@ -148,21 +153,62 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
 def abstract_args(workload: Workload, train: TrainConfig) -> tuple[Any, ...]:
     """The shapes of the step's arguments. Nothing is allocated."""
     if workload.step is not None:
-        return workload.abstract_args
-    state = jax.eval_shape(lambda params: init_state(workload, train, params), workload.abstract_params)
+        return _as_jitted(workload) if workload.mesh is not None and _is_jitted(workload.step) else workload.abstract_args
+    with tracing_on(workload.mesh, is_own=True):
+        state = jax.eval_shape(lambda params: init_state(workload, train, params), workload.abstract_params)
     state = state.replace(params=workload.abstract_params)
     return state, step_batch(workload, train.accumulate)
+
+
+def _is_jitted(step: Step) -> bool:
+    return hasattr(step, "trace")
+
+
+def _plain(jitted: Step) -> Step:
+    """A jitted function as one that JAX may jit once more."""
+
+    @functools.wraps(jitted, updated=())
+    def step(*args: Any) -> Any:
+        return jitted(*args)
+
+    return step
+
+
+@functools.lru_cache(maxsize=4)
+def _as_jitted(workload: Workload) -> tuple[Any, ...]:
+    """The shapes of a jitted step's arguments on the workload's own mesh.
+
+    Those that have no sharding of their own have that of the step's `in_shardings`.
+    """
+    assert workload.step is not None
+    own, tree = jax.tree.flatten(workload.abstract_args)
+    given = [isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in jax.tree.leaves(workload.args)]
+    if all(given):
+        return workload.abstract_args
+    with tracing_on(workload.mesh, is_own=True):
+        without = tree.unflatten([leaf if has else leaf.update(sharding=None) for leaf, has in zip(own, given, strict=True)])
+        jaxpr = jax.make_jaxpr(_plain(workload.step))(*without).jaxpr
+    inside = next(eqn for eqn in jaxpr.eqns if "in_shardings" in eqn.params)
+    by_var = dict(zip(inside.invars, inside.params["in_shardings"], strict=True))
+    found = [by_var.get(var) for var in jaxpr.invars]
+    return tree.unflatten(
+        [
+            leaf if has or not isinstance(of, NamedSharding) else leaf.update(sharding=of)
+            for leaf, has, of in zip(own, given, found, strict=True)
+        ]
+    )
 
 
 def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, ...], Any]:
     """The shardings of the step's state and batch, and of its results, on a mesh.
 
-    The arguments of a whole step bring their own shardings, and XLA chooses those of its results (None).
+    The arguments of a whole step bring their own shardings, or its `in_shardings` do. XLA chooses those of its results (None).
     """
     if workload.step is not None:
-        return batch_shardings(mesh, workload.abstract_args, [None] * len(jax.tree.leaves(workload.args))), None
+        return batch_shardings(mesh, abstract_args(workload, train), [None] * len(jax.tree.leaves(workload.args))), None
     state, batch = abstract_args(workload, train)
-    of_state = state_shardings(mesh, state, state.params, workload.logical_axes)
+    others = PartitionSpec() if workload.mesh is not None else None
+    of_state = state_shardings(mesh, state, state.params, workload.logical_axes, others=others)
     return (of_state, batch_shardings(mesh, batch, sample_axes(workload, train.accumulate))), (of_state, replicated(mesh))
 
 

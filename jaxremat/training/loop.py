@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import JaxrematError
-from jaxremat.mesh.sharding import batch_shardings, replicated
+from jaxremat.mesh.sharding import batch_shardings, replicated, tracing_on
 from jaxremat.policy.spec import Policy
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
@@ -149,6 +149,7 @@ class Training:
         with contextlib.ExitStack() as stack:
             stack.enter_context(output_to_stderr())
             stack.enter_context(jax.default_device(self.target.device))
+            stack.enter_context(tracing_on(self.workload.mesh, is_own=True))
             compiled: Any = self.trials.compile(self.policy, self.batch).compiled
             checkpoints = (
                 Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None

@@ -56,7 +56,7 @@ def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
             (rounding if name in _ROUNDING[part] else decides)[name] = value
     decides |= {
         "optimizer": trials.optimizer,
-        "global_batch": batch * train.accumulate * trials.num_members,
+        "global_batch": trials.global_batch_at(batch),
         "data": workload.data_hash() if workload.data_hash else "",
         "random_keys": KEYS,
     }

@@ -158,5 +158,5 @@ def traced_flops(trials: "Trials", batch: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _traced_flops(workload: Workload, train: TrainConfig, mesh: AnyMesh | None) -> int:
-    with tracing_on(mesh):  # constraints of the user's own need it
+    with tracing_on(mesh, is_own=workload.mesh is not None):  # constraints of the user's own need it
         return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total

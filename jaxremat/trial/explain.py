@@ -114,7 +114,7 @@ def state_on_mesh(trials: Trials) -> tuple[StateOnMesh, ...]:
     Empty for one device.
     """
     parts: dict[str, list[LeafOnMesh]] = defaultdict(list)
-    for leaf in trials.arguments_on_mesh(1):
+    for leaf in trials.arguments_on_mesh():
         if not leaf.is_batch:
             parts[role_of(leaf.name)].append(leaf)
     return tuple(

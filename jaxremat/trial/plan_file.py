@@ -17,7 +17,7 @@ import msgspec
 from jaxremat.chips.installed import COMPILERS
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.axes import MeshAxes, axes_of_data
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -37,13 +37,13 @@ class ProvenConfig:
     Attributes:
         model: the fields of the model.
         train: those of the training step.
-        mesh: the mesh; None for one device.
+        mesh: the axes of the mesh; None for one device.
         xla_options: XLA's options.
     """
 
     model: dict[str, Any]
     train: dict[str, Any]
-    mesh: MeshShape | None = None
+    mesh: dict[str, Any] | None = None
     xla_options: dict[str, Any] | None = None
 
 
@@ -113,6 +113,7 @@ def plan_of(path: str, found: Any) -> PlanFile:
         if not isinstance(proven, PlanRecord):
             raise UsageError(f"it holds a record of kind {proven.record!r}, and not a plan")
         config = msgspec.convert(proven.config, ProvenConfig)
+        _mesh_of(config.mesh)
         if proven.loss != OWN_LOSS:
             parse_loss(proven.loss)
         policy = parse(proven.policy)
@@ -140,7 +141,7 @@ def differences(
         target: the target's name.
     """
     proven, then = plan.proven, plan.config
-    mesh = MeshShape(**config["mesh"]) if "mesh" in config else None
+    mesh, mesh_then = _mesh_of(config.get("mesh")), _mesh_of(then.mesh)
     flags, flags_then = as_flags(config["xla_options"]), as_flags(then.xla_options or {})
     found = [f"target {target} for {proven.target}"] if target != proven.target else []
     found += [f"batch {batch} for {plan.batch}" for batch in batches if batch != plan.batch]
@@ -148,7 +149,19 @@ def differences(
         found += [
             f"{key} {now[key]!r} for {before.get(key)!r}" for key in now if now[key] != before.get(key) and key != "seed"
         ]
-    found += [f"mesh {mesh} for {then.mesh}"] if mesh != then.mesh else []
+    found += [f"mesh {mesh} for {mesh_then}"] if mesh != mesh_then else []
     found += [f"XLA's flags {flags or 'None'} for {flags_then or 'None'}"] if flags != flags_then else []
     pairs = [(name, versions.get(name), proven.versions.get(name)) for name in COMPILERS]
     return found + [f"{name} {now} for {before}" for name, now, before in pairs if now != before]
+
+
+def _mesh_of(data: dict[str, Any] | None) -> MeshAxes | None:
+    """The mesh of a plan's config.
+
+    Raises:
+        UsageError: it has no such axes.
+    """
+    try:
+        return None if data is None else axes_of_data(data)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"config.mesh: {error}", cause="it was edited") from None

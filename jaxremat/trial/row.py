@@ -62,7 +62,7 @@ class About:
             target=trials.target.name,
             batch=batch,
             accumulate=train.accumulate,
-            global_batch=batch * train.accumulate * trials.num_members,
+            global_batch=trials.global_batch_at(batch),
             num_devices=trials.target.mesh_shape.num_devices,
             mesh=str(trials.target.mesh_shape) if trials.target.mesh else None,
             seq_len=facts.seq_len,

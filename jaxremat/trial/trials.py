@@ -20,7 +20,7 @@ from jaxremat.chips.outside import Reading
 from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError
-from jaxremat.mesh.sharding import LeafOnMesh
+from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.inputs import first_state, inputs
@@ -131,13 +131,15 @@ class Trials:
     def batches(self, max_batch: int | None) -> Sequence[int]:
         """The batches to choose among, in rising order: with a `global_batch`, its divisors.
 
-        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them.
+        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them. On
+        a mesh that the workload has brought they are those that its axes divide.
         """
         if max_batch is None:
             max_batch = min(MAX_BATCH, self._largest_made())
+        unit = self.factory.batch_unit
         if self.global_batch is None:
-            return range(1, max_batch + 1)
-        return [batch for batch in divisors(self.global_batch) if batch <= max_batch]
+            return range(unit, max_batch + 1, unit)
+        return [batch for batch in divisors(self.global_batch) if batch <= max_batch and batch % unit == 0]
 
     def _largest_made(self) -> int:
         """The largest batch at which the arrays of the workload are within `MAX_CONCRETE_BYTES`."""
@@ -171,8 +173,15 @@ class Trials:
         """
         workload = self.workload_of(batch)
         if workload.step is None:
-            return workload.num_samples
+            return self.factory.rows_at(batch) or workload.num_samples
+        if self.factory.has_free_batch and (rows := self.factory.rows_at(batch)):
+            return rows
         return batch * self.num_members if self.factory.has_free_batch else None
+
+    def global_batch_at(self, batch: int) -> int:
+        """Samples in a step on all devices."""
+        samples = self.samples_at(batch) if self.target.mesh_shape.is_own else None
+        return (samples or batch * self.num_members) * self.train_at(batch).accumulate
 
     def with_loss(self, loss: str) -> "Trials":
         """The trials with another loss.
@@ -205,11 +214,14 @@ class Trials:
         """Bytes of the parameters and the optimizer state on a device, from their shapes alone."""
         if self.target.mesh is None:
             return state_and_argument_bytes(self.workload_at(), self.train)
-        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh(1) if not leaf.is_batch)
+        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh() if not leaf.is_batch)
 
-    def arguments_on_mesh(self, batch: int) -> tuple[LeafOnMesh, ...]:
-        """How the arguments of the step at `batch` lie on the mesh. Empty for one device."""
-        mesh = self.target.mesh
+    def arguments_on_mesh(self, batch: int | None = None) -> tuple[LeafOnMesh, ...]:
+        """How the arguments of the step at `batch` lie on the mesh. Empty for one device.
+
+        None takes the smallest batch.
+        """
+        mesh, batch = self.target.mesh, batch or self.factory.batch_unit
         return () if mesh is None else arguments_on_mesh(mesh, self.workload_of(batch), self.train_at(batch))
 
     @property
@@ -360,9 +372,14 @@ class Trials:
         compiled: Any = compilation.compiled
         shardings = step_shardings(mesh, workload, train)[0] if mesh else (None, None)
         of_state, of_batch = shardings if workload.step is None else (None, shardings if mesh else None)
+
+        def state() -> Any:
+            with tracing_on(workload.mesh, is_own=True):
+                return first_state(workload, train, self.target.device, of_state)
+
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
-            lambda: first_state(workload, train, self.target.device, of_state),
+            state,
             inputs(workload, train),
             self.target.device,
             others=self.target.local_devices[1:],

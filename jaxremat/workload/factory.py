@@ -8,8 +8,10 @@ Commands, records and the planner know a workload only through its factory.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Self
 
 import jax
@@ -17,13 +19,14 @@ import jax.numpy as jnp
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.mesh.sharding import AnyMesh, tracing_for, tracing_on
+from jaxremat.mesh.sharding import AnyMesh, axes_in, tracing_for, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.samples import Growth, growth
+from jaxremat.workload.samples import Growth, growth, samples_of_one
+from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
 
@@ -81,6 +84,26 @@ class WorkloadFactory:
         """The workload whose microbatches have `batch` samples; None is the workload's own number."""
         return self._made(batch, train)
 
+    @functools.cached_property
+    def batch_unit(self) -> int:
+        """The smallest batch that the axes of the workload's own mesh divide."""
+        default = self.default_batch
+        if default is None or not self.has_free_batch or self._made(None).mesh is None:
+            return 1
+        made = self._made(default)  # which compares it with another batch
+        leaves, dims = jax.tree.leaves(_what_grows(made)), self._growth[0].dims
+        units = [unit for leaf, of in zip(leaves, dims, strict=True) for unit in _units(leaf, of)]
+        return math.lcm(*units)
+
+    def rows_at(self, batch: int) -> int | None:
+        if (made := self._made(batch)).mesh is None:
+            return None
+        shapes = _what_grows(made)
+        counted = self._growth[0].samples(batch, shapes) if self.has_free_batch else samples_of_one(shapes)
+        leaves = zip(jax.tree.leaves(shapes), counted.leaves, strict=True)
+        sizes = {leaf.shape[of.axis] for leaf, of in leaves if of.axis is not None}
+        return next(iter(sizes)) if len(sizes) == 1 else None
+
     def on(self, mesh: AnyMesh | None) -> Self:
         """The same workload for the devices of another mesh."""
         return replace(self, mesh=mesh)
@@ -137,7 +160,9 @@ class WorkloadFactory:
         if own := self._made(batch_made, train).own_layers:
             return own.names(mesh)
         found = self.layers_at(batch_made, train)
-        return [value for kind in (found.kinds if found else ()) for value in named_values(kind.function, *kind.args)]
+        with self._tracing(self._made(None).mesh):
+            kinds = found.kinds if found else ()
+            return [value for kind in kinds for value in named_values(kind.function, *kind.args)]
 
     def checked(self, policy: Policy, train: TrainConfig, mesh: AnyMesh | None = None) -> Policy:
         """The policy with its checkpoint names checked, and each alias replaced by its names.
@@ -151,7 +176,8 @@ class WorkloadFactory:
         if workload.own_layers:
             return workload.own_layers.checked(policy, mesh)
         if workload.loss is not None:
-            jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+            with self._tracing(workload.mesh):
+                jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
         return policy
 
     @functools.cached_property
@@ -184,8 +210,8 @@ class WorkloadFactory:
         if which not in self._made_before:
             with self._tracing():
                 made = self.make(batch, **options)
-            if self.mesh is not None or self.target is not None:
-                made = with_functions(made, lambda function, part: self._tracing()(function))
+            if made.mesh is not None or self.mesh is not None or self.target is not None:
+                made = with_functions(made, lambda function, part: self._traced(function, made.mesh))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
             if self.has_free_batch and made.samples is None:
@@ -196,10 +222,16 @@ class WorkloadFactory:
         return self._made_before[which]
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """A context, and a decorator of functions, in which the workload's functions are traced."""
-        with tracing_for(self.target), tracing_on(self.mesh):
+    def _tracing(self, own: AnyMesh | None = None) -> Iterator[None]:
+        """A context, and a decorator of functions, in which the workload's functions are traced.
+
+        `own` is a mesh that the workload has brought.
+        """
+        with tracing_for(self.target), tracing_on(own or self.mesh, is_own=own is not None):
             yield
+
+    def _traced(self, function: Callable[..., Any], own: AnyMesh | None) -> Callable[..., Any]:
+        return with_trace(self._tracing(own)(function), function, lambda trace: self._tracing(own)(trace))
 
     def _counted(self, made: Workload, batch: int | None, options: dict[str, Any]) -> Workload:
         """The workload with its samples.
@@ -242,10 +274,24 @@ class WorkloadFactory:
         return []
 
 
+def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int]:
+    """The batches whose multiples the mesh divides, for each axis of an array that grows.
+
+    Args:
+        leaf: the array's shape and sharding.
+        dims: for each axis, its size at batch 0 and the rows that a sample adds.
+    """
+    for (base, rate), divided in zip(dims, leaf.sharding.spec, strict=False):
+        parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes_in([divided]))
+        if rate and base == 0:
+            yield (Fraction(parts) / rate).numerator
+
+
 def _layers_in(workload: Workload) -> FoundLayers | None:
     if workload.loss is None or workload.own_layers:
         return None
-    return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+    with tracing_on(workload.mesh, is_own=True):
+        return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
 
 
 def _what_grows(workload: Workload) -> Any:
@@ -253,13 +299,19 @@ def _what_grows(workload: Workload) -> Any:
     return workload.abstract_args if workload.loss is None else workload.abstract_batch
 
 
-def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = None) -> WorkloadFactory:
+def given_factory(
+    given: GivenModel,
+    mesh: AnyMesh | None = None,
+    target: Any = None,
+    devices: Callable[[], Sequence[Any]] | None = None,
+) -> WorkloadFactory:
     """The factory of what --model names. The user's code is imported here.
 
     Args:
         given: what --model names.
         mesh: the devices. None for one device.
         target: the `Target` that it is compiled for. None where it isn't known.
+        devices: the devices for a function with the keyword `devices`, which makes a mesh of its own.
 
     Raises:
         UsageError: there is no such code, or it can't make a workload.
@@ -268,7 +320,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
     from jaxremat.workload.load import load_factory
 
     with tracing_for(target), tracing_on(mesh):
-        made = load_factory(given.spec, given.words, **given.keywords)
+        made = load_factory(given.spec, given.words, devices, **given.keywords)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
                 f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",
@@ -284,7 +336,7 @@ def given_factory(given: GivenModel, mesh: AnyMesh | None = None, target: Any = 
         given.layers,
         given.keywords.get("seq_len"),
         requested,
-        mesh,
+        None if made.takes_devices else mesh,
         target,
         default_batch=made.default_batch,
         options=made.options,

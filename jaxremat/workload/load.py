@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -78,7 +78,13 @@ class Factory:
     arguments: Mapping[str, Any]
     _made_from: "Any | Workload" = field(repr=False)
     options: Mapping[str, Any] = field(default_factory=dict)
+    _devices: Callable[[], Sequence[Any]] | None = field(default=None, repr=False)
     _made: dict[tuple[Any, ...], "Workload"] = field(default_factory=dict, repr=False)
+
+    @property
+    def takes_devices(self) -> bool:
+        """Whether it gets the target's devices, to make a mesh of its own."""
+        return self._devices is not None
 
     def __call__(self, batch: int | None = None, **options: Any) -> "Workload":
         """The workload at `batch`, with these `options`.
@@ -112,23 +118,33 @@ class Factory:
         if which not in self._made:
             for other in [other for other in self._made if other[0] != self.default_batch]:
                 del self._made[other]  # it may hold arrays
-            found = self._made_from
+            found, devices = self._made_from, []
             if not isinstance(found, Workload):
                 arguments = {**self.arguments, **options, **({} if batch is None else {"batch": batch})}
+                devices = [*self._devices()] if self._devices else []
+                arguments |= {"devices": devices} if devices else {}
                 with user_code(f"the call of {self.name}"):
                     found = found(**arguments)
             if not isinstance(found, Workload):
                 raise _wrong_return(self.name, found)
+            if len(devices) > 1 and found.mesh is None:
+                raise UsageError(
+                    f"{self.name} took {len(devices)} devices and returned a workload without a mesh",
+                    next_step="return jaxremat.Workload(..., mesh=mesh), or take no keyword devices and have --mesh make a mesh",
+                )
             self._made[which] = _in_user_code(found, self.name)
         return self._made[which]
 
 
-def load_factory(text: str, words: Sequence[str] = (), **keywords: Any) -> Factory:
+def load_factory(
+    text: str, words: Sequence[str] = (), devices: Callable[[], Sequence[Any]] | None = None, **keywords: Any
+) -> Factory:
     """Imports the user's code that --model names, and checks that it makes a workload.
 
     Args:
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
+        devices: gives the target's devices, for the function's keyword `devices`. None leaves that to the function.
         **keywords: what other flags give to keywords of the function: `seq_len`, `loss` and `scan_layers`.
 
     Raises:
@@ -159,7 +175,17 @@ def load_factory(text: str, words: Sequence[str] = (), **keywords: Any) -> Facto
     batch = _check_arguments(signature, arguments, source)
     default = batch.default if batch and type(batch.default) is int else None
     options = {name: keywords.get(name, value) for name, value in options.items()}
-    return Factory(source.name, batch is not None, default, arguments, found, options)
+    takes_devices = "devices" not in arguments and takes_devices_of(signature)
+    return Factory(source.name, batch is not None, default, arguments, found, options, devices if takes_devices else None)
+
+
+def takes_devices_of(signature: inspect.Signature) -> bool:
+    """Whether a function takes the target's devices.
+
+    It has a keyword `devices` then, whose default isn't a value of another kind.
+    """
+    parameter = signature.parameters.get("devices")
+    return parameter is not None and parameter.kind in _BY_NAME and parameter.default in (_NOT_GIVEN, None)
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -341,7 +367,7 @@ def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], so
     needed = [
         name
         for name, parameter in signature.parameters.items()
-        if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in arguments and name != "batch"
+        if parameter.default is _NOT_GIVEN and parameter.kind not in _REST and name not in (*arguments, "batch", "devices")
     ]
     reject((needed, f"--model {source.text!r}: {source.attribute!r} needs {', '.join(needed)}",
             f"give a value, like --model-arg {[*needed, ''][0]}=VALUE",

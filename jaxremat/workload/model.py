@@ -7,7 +7,7 @@
 A preset, a `config.json` and a file of the user's own are values of this class. What a request does with them is the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,13 @@ def given_model(given: GivenModel) -> Model:
         from jaxremat.workload.factory import given_factory
 
         mesh = target.mesh if target is not None else abstract_mesh(request.mesh) if request.mesh else None
-        return given_factory(given, mesh, target)
+
+        def devices() -> Sequence[Any]:
+            from jaxremat.chips.target import load_target
+
+            return (target or load_target(request.flags.target, request.mesh)).devices
+
+        return given_factory(given, mesh, target, devices)
 
     no_effect = {"sample_tokens": "the workload writes no text"}  # unless its code says how
     return Model(given.spec, asdict(given), factory, no_effect=no_effect, source_hash=lambda: source_hash(given.spec))

@@ -104,7 +104,7 @@ def output_to_stderr() -> contextlib.redirect_stdout:
 def wrap_user_function(function: Callable[..., Any], what: str = "the user's code") -> Callable[..., Any]:
     """The same function, each call of which runs in `user_code`.
 
-    `inspect.signature` sees the function's own signature.
+    `inspect.signature` sees the function's own signature. A jitted function stays one.
 
     Args:
         function: a function of the user's.
@@ -116,6 +116,18 @@ def wrap_user_function(function: Callable[..., Any], what: str = "the user's cod
         with user_code(what):
             return function(*args, **kwargs)
 
+    return with_trace(wrapped, function, lambda trace: wrap_user_function(trace, what))
+
+
+def with_trace(
+    wrapped: Callable[..., Any], function: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """`wrapped` with `function`'s method `trace`, wrapped as well, if it is a jitted function.
+
+    It then is compiled as that one, with its own shardings and its own donation.
+    """
+    if hasattr(function, "trace"):
+        vars(wrapped)["trace"] = wrap(function.trace)  # pyright: ignore[reportFunctionMemberAccess]
     return wrapped
 
 

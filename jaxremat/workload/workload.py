@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError
+from jaxremat.mesh.sharding import given_sharding
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
@@ -89,6 +90,10 @@ class Workload:
         joined_microbatches: whether several microbatches come joined along the axis of samples, `[accumulate x batch, ...]`. By
             default they are stacked on a new first axis, `[accumulate, batch, ...]`. An array that doesn't grow with the batch
             comes once in either case.
+        mesh: a mesh of its own, with any axes, over the devices that the workload's function gets by its keyword `devices`. An
+            array lies on it by its own `NamedSharding`, and is replicated without one. What the optimizer has of a parameter lies
+            as the parameter does. The functions are traced as under `jax.set_mesh(mesh)`, and the batch is that of all devices.
+            Without it `--mesh` makes a mesh.
         samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). By default the workloads of two batches
             are compared, where a function with the keyword `batch` makes them.
         own_layers: the repeated layers, where the author says which they are (`jaxremat.workload.own_layers`). By default they
@@ -123,6 +128,7 @@ class Workload:
     matrix_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     logical_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     joined_microbatches: bool = False
+    mesh: Mesh | None = None
     samples: Samples | None = None
     own_layers: OwnLayers | None = None
     compute_dtype: str = ""
@@ -147,11 +153,16 @@ class Workload:
         else:
             _check_step(self)
         _check_leaves(self)
+        if self.mesh is not None:
+            _ = jax.tree.map(self._on_mesh, (self.params, self.batch, self.args))
 
     @property
     def abstract_params(self) -> Any:
-        """The parameters as shapes (`jax.ShapeDtypeStruct`)."""
-        return jax.tree.map(as_struct, self.params)
+        """The parameters as shapes (`jax.ShapeDtypeStruct`).
+
+        On a mesh of its own, they and the other arrays of the workload have the shardings by which they lie on it.
+        """
+        return jax.tree.map(self._as_struct, self.params)
 
     @property
     def trained_params(self) -> Any:
@@ -164,12 +175,35 @@ class Workload:
     @property
     def abstract_batch(self) -> Any:
         """One microbatch as shapes (`jax.ShapeDtypeStruct`)."""
-        return jax.tree.map(as_struct, self.batch)
+        return jax.tree.map(self._as_struct, self.batch)
 
     @property
     def abstract_args(self) -> tuple[Any, ...]:
         """The arguments of the step as shapes (`jax.ShapeDtypeStruct`)."""
-        return jax.tree.map(_as_struct_where_it_lies, self.args)
+        return jax.tree.map(_as_struct_where_it_lies if self.mesh is None else self._on_mesh, self.args)
+
+    def _as_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        return as_struct(leaf) if self.mesh is None else self._on_mesh(leaf)
+
+    def _on_mesh(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        """A leaf as a shape, with its sharding on the workload's own mesh.
+
+        Raises:
+            UsageError: its sharding is one of another mesh, or divides a dimension unevenly.
+        """
+        assert self.mesh is not None, "a workload without a mesh has no shardings on it"
+        struct, given = as_struct(leaf), getattr(leaf, "sharding", None)
+        if not isinstance(given, NamedSharding):
+            return struct.update(sharding=NamedSharding(self.mesh, PartitionSpec()))
+        is_other = given.mesh != self.mesh if isinstance(given.mesh, Mesh) else given.mesh.shape != self.mesh.shape
+        if is_other:
+            raise _bad_workload(
+                f"mesh={_mesh_text(self.mesh)} and an array {list(struct.shape)} on {_mesh_text(given.mesh)}",
+                "NamedShardings on the workload's mesh",
+                "make the mesh of the devices that the function gets, once: def workload(batch: int = 8, devices=None)",
+            )
+        sharding = given_sharding(self.mesh, struct.update(sharding=given))
+        return struct.update(sharding=sharding)
 
     @property
     def num_samples(self) -> int | None:
@@ -308,6 +342,12 @@ def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
     return as_struct(leaf).update(sharding=NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
 
 
+def _mesh_text(mesh: Any) -> str:
+    """A mesh in words: its axes, and its first device if it has devices."""
+    axes = ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"{axes} of {mesh.devices.flat[0]}..." if isinstance(mesh, Mesh) else axes
+
+
 def is_concrete(tree: Any) -> bool:
     """Whether no leaf of a tree is a `jax.ShapeDtypeStruct`."""
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
@@ -378,6 +418,12 @@ def _check_values(workload: Workload) -> None:
         raise _bad_workload(f"donate_argnums={donated!r}", "numbers of the step's arguments", "donate_argnums=0, or (0, 1)")
     if not isinstance(workload.name, str):
         raise _bad_workload(f"name={workload.name!r}", "a text", "name='my model'")
+    if not isinstance(workload.mesh, Mesh | None):
+        raise _bad_workload(
+            f"mesh of type {type(workload.mesh).__name__}",
+            "a jax.sharding.Mesh",
+            "mesh=jax.sharding.Mesh(np.reshape(devices, (2, 4)), ('data', 'model')), with the keyword devices of your function",
+        )
     if not isinstance(workload.joined_microbatches, bool):
         raise _bad_workload(
             f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False"

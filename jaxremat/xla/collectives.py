@@ -123,7 +123,7 @@ def _share_sent(kind: CollectiveKind, size: int) -> float:
 
 
 def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> float:
-    of_nodes = Counter(device // links.devices_of_node for device in group)
+    of_nodes = Counter(map(links.node_of, group))
     size, num_nodes, least = len(group), len(of_nodes), min(of_nodes.values())
     if size == 1:
         return 0.0

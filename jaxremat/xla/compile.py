@@ -29,8 +29,8 @@ from jaxremat.chips.chip import MOST_MEMORY
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.jax_private import core
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
-from jaxremat.mesh.sharding import batch_shardings, given_spec, tracing_for, tracing_on
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
+from jaxremat.mesh.sharding import batch_shardings, given_sharding, tracing_for, tracing_on
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.system.files import named_by, write_whole
@@ -39,6 +39,7 @@ from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
+from jaxremat.xla.elsewhere import constraints_elsewhere, devices_elsewhere, other_shardings, without_constraints
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
@@ -64,6 +65,7 @@ class Compilation:
         mesh: the devices that the program runs on. The memory is that of one of them.
         disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
+        num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped (`xla/elsewhere.py`).
     """
 
     memory: CompiledMemory
@@ -73,8 +75,9 @@ class Compilation:
     compiled: Any = None
     jaxpr: Any = None
     dump: Dump | None = None
-    mesh: MeshShape = ONE_DEVICE
+    mesh: MeshAxes = ONE_DEVICE
     disabled_pass: str | None = None
+    num_elsewhere: int = 0
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -141,6 +144,7 @@ def lower_and_compile(
             argument is sharded.
 
     Raises:
+        UsageError: the program says that arrays lie on devices that aren't the target's.
         CompileError: XLA or a library rejected the program. The message names the instruction and the reason. Or XLA compiled the
             program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: a library of the chip's maker couldn't be loaded.
@@ -161,9 +165,18 @@ def lower_and_compile(
     compile_with: Callable[[dict[str, Any]], tuple[XlaResult, Any]] | None = None
     all_options: dict[str, Any] = {}
     try:
-        with in_xla(), tracing_for(target), tracing_on(target.mesh), compiled_without_pass():
+        with (
+            in_xla(),
+            tracing_for(target),
+            tracing_on(target.mesh, is_own=target.mesh_shape.is_own),
+            compiled_without_pass(),
+        ):
             traced = jitted.trace(*structs)
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
+            if elsewhere := constraints_elsewhere(traced.jaxpr, target):
+                as_written, traced = traced, without_constraints(function, traced, elsewhere).trace(*structs)
+            else:
+                as_written = traced
         _check_sizes(traced.jaxpr, target)
         offloads = target.chip.is_gpu and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
@@ -174,6 +187,12 @@ def lower_and_compile(
         compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
         result, compiled = compile_with(all_options)
     except JaxrematError:
+        raise
+    except ValueError as error:
+        if "incompatible devices" in str(error):
+            raise devices_elsewhere(target, str(error).partition(". ")[2] or str(error)) from error
+        if "does not match" in str(error) and "passed to" in str(error):
+            raise other_shardings(error) from error
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about attention, are these
         raise_if_interrupted()
@@ -187,10 +206,11 @@ def lower_and_compile(
         lower_s=lower_s,
         compile_s=result.compile_s,
         compiled=None if target.kind == "deviceless" else compiled,
-        jaxpr=traced.jaxpr,
+        jaxpr=as_written.jaxpr,
         dump=result.dump if keep_dump else None,
         mesh=target.mesh_shape,
         disabled_pass=PASS if misreads else None,
+        num_elsewhere=len(elsewhere),
     )
     if offloads and (wrong := misread(done.module)):
         raise CompileError(
@@ -208,7 +228,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
     Nothing public shows them, and JAX takes no inner function's.
     """
     try:
-        jax.make_jaxpr(jitted)(*structs)
+        jax.make_jaxpr(lambda *args: jitted(*args))(*structs)
     except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
         return True
     return False
@@ -331,7 +351,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
     None lets XLA choose.
     """
     mesh = target.mesh
-    if mesh is None or all(given_spec(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
+    if mesh is None or all(given_sharding(mesh, leaf) is None for leaf in jax.tree.leaves(args)):
         return jax.tree.map(lambda _: target.sharding, args), target.sharding
     return batch_shardings(mesh, args, [None] * len(jax.tree.leaves(args))), None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxremat.mesh.axes import BATCH_AXES, MeshShape
+from jaxremat.mesh.axes import MeshAxes
 from jaxremat.xla.categories import CollectiveUse, Roles, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
@@ -57,7 +57,7 @@ class Exchange:
     frame: int
 
 
-def exchanges(module: Module, mesh: MeshShape, roles: Roles | None = None) -> tuple[Exchange, ...]:
+def exchanges(module: Module, mesh: MeshAxes, roles: Roles | None = None) -> tuple[Exchange, ...]:
     """Each array that the collectives of a step on `mesh` send, in no order.
 
     `roles` is as for `role_of`.
@@ -85,7 +85,7 @@ class ExchangedValue:
 
 
 def exchanged_values(
-    module: Module, mesh: MeshShape, roles: Roles | None = None
+    module: Module, mesh: MeshAxes, roles: Roles | None = None
 ) -> dict[tuple[str, int | None], ExchangedValue]:
     """The values that collectives make, and the gradients that they read.
 
@@ -109,7 +109,7 @@ def exchanged_values(
 
 def _of_instruction(
     module: Module,
-    mesh: MeshShape,
+    mesh: MeshAxes,
     known: Dependences,
     callers: Mapping[str, Caller],
     params: frozenset[str],
@@ -134,7 +134,7 @@ def _of_instruction(
             collective.kind in ("reduce-scatter", "all-reduce")
             and _size_after(instruction, number) in sizes
             and phase_of(instruction.op_name or maker.op_name) == "backward"
-            and len(mesh.places(groups[0], BATCH_AXES)) > 1  # and not devices that share their sequences
+            and len(mesh.places(groups[0], mesh.batch_axes)) > 1  # and not devices that share their sequences
         ):
             what = "gradient"
         size = len(groups[0]) if collective.kind == "all-gather" else 1

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.mesh.axes import AXES
 from jaxremat.mesh.sharding import SMALL_BYTES, LeafOnMesh
 from jaxremat.units import gib
 from jaxremat.xla import hlo
@@ -31,8 +30,8 @@ MORE_THAN_ITS_SHARE = "more-than-its-share"
 MORE = 1.01
 _UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
-#: The axes along which devices have sequences of their own, which no others need. Along `expert` tokens are sent.
-_OF_THEIR_OWN = ("data", "fsdp")
+#: The axis along which devices send tokens of sequences of their own. Along the other axes of a batch no others need them.
+_SENT = "expert"
 
 
 def _replicated(facts: LintInput) -> Iterator[Finding]:
@@ -48,8 +47,8 @@ def _replicated(facts: LintInput) -> Iterator[Finding]:
     rest = facts.mesh.num_devices // size if size else 1
     if size is None:
         remedy = "a width that the number of devices divides, as in a longer vocabulary or a wider layer"
-    elif size == facts.mesh.fsdp:  # only arrays with shardings of their own are whole then
-        remedy = "say how each lies: a sharding NamedSharding(mesh, PartitionSpec('fsdp')) of the array"
+    elif facts.mesh.is_own or size == facts.mesh.sizes["fsdp"]:  # only arrays with shardings of their own are whole then
+        remedy = f"say how each lies: a sharding NamedSharding(mesh, PartitionSpec({_largest_axis(facts)!r})) of the array"
     else:
         remedy = f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
     yield Finding(
@@ -59,6 +58,10 @@ def _replicated(facts: LintInput) -> Iterator[Finding]:
         remedy,
         saved,
     )
+
+
+def _largest_axis(facts: LintInput) -> str:
+    return max(facts.mesh.sizes, key=lambda axis: facts.mesh.sizes[axis]) if facts.mesh.is_own else "fsdp"
 
 
 def _fsdp_sizes(num_devices: int) -> list[int]:
@@ -76,13 +79,14 @@ def _mostly_divisible(leaves: Iterable[LeafOnMesh], size: int) -> bool:
 
 def _axis_divides_nothing(facts: LintInput) -> Iterator[Finding]:
     used = axes_of_constraints(facts.jaxpr).union(*(leaf.axes for leaf in facts.arguments))
-    for axis in AXES:
-        size = getattr(facts.mesh, axis)
+    for axis, size in facts.mesh.sizes.items():
         if size > 1 and facts.arguments and axis not in used:
             yield Finding(
                 "axis-divides-nothing",
                 f"the axis {axis}={size} divides no parameter, no batch and no activation: {size} devices compute the same",
-                f"leave {axis} out of --mesh, or name dimensions that it divides: Workload(logical_axes=...), with "
+                f"a mesh without {axis}, or arrays with a NamedSharding over it"
+                if facts.mesh.is_own
+                else f"leave {axis} out of --mesh, or name dimensions that it divides: Workload(logical_axes=...), with "
                 "flax.linen.spmd.with_logical_constraint(x, ...) in each layer",
             )
 
@@ -142,8 +146,9 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathers_everything(facts: LintInput) -> Iterator[Finding]:
+    axes = [axis for axis in facts.mesh.batch_axes if axis != _SENT]
     for exchange in _large_gathers(facts):
-        if not _is_of_loss(facts, exchange) and len(facts.mesh.places(exchange.groups[0], _OF_THEIR_OWN)) > 1:
+        if not _is_of_loss(facts, exchange) and len(facts.mesh.places(exchange.groups[0], axes)) > 1:
             yield Finding(
                 "gathers-everything",
                 f"an array of {gib(exchange.num_bytes)} that was computed from the batch is gathered by each device, "

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.policy.names import WrittenName
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, Gap, Loop, MemoryMap, Operation, Phase, covered, gaps_between
@@ -35,7 +35,7 @@ class _Chain:
 
 
 def read_map(
-    dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None, mesh: MeshShape = ONE_DEVICE
+    dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None, mesh: MeshAxes = ONE_DEVICE
 ) -> MemoryMap:
     """The memory map of the program that `dump` describes.
 
@@ -51,7 +51,7 @@ def read_map(
 
 
 class _Reader:
-    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category], mesh: MeshShape):
+    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category], mesh: MeshAxes):
         self.names, self.roles, self.mesh = names, roles, mesh
         self.module = hlo.parse(dump.hlo)
         self.frames: Frames = parse_frames(dump.hlo)

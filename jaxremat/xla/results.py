@@ -127,10 +127,9 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     if not _size() or any(map(_names_file, flags)):
         return None
     mesh = target.mesh_shape
-    devices = [target.device] if target.mesh is None else list(target.mesh.devices.flat)
     settings = {
         "format": _FORMAT,
-        "target": [target.text, mesh.nodes, mesh.num_devices, [device.id for device in devices]],
+        "target": [target.text, mesh.nodes, mesh.num_devices, [device.id for device in target.devices]],
         "options": options,
         "environment": {
             name: value

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.jax_private import core, name_in, num_operands, written_name
-from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import split_operands
 from jaxremat.xla.categories import is_recompute, phase_of
@@ -53,7 +53,7 @@ class Saved:
     read_names: frozenset[str] = frozenset()
 
 
-def saved_values(jaxpr: Any, mesh: MeshShape = ONE_DEVICE) -> Saved:
+def saved_values(jaxpr: Any, mesh: MeshAxes = ONE_DEVICE) -> Saved:
     """What a traced step, `jax.jit(step).trace(...).jaxpr`, saves for its checkpoints.
 
     On a mesh the bytes are those of one device. What the step computes from the batch counts as divided evenly over all devices.
@@ -113,7 +113,7 @@ class _Walk:
     `saved` has each value that a checkpoint reads, with its kind and name.
     """
 
-    mesh: MeshShape
+    mesh: MeshAxes
     saved: dict[_Value, tuple[SavedKind, str]] = field(default_factory=dict)
     read_names: set[str] = field(default_factory=set)
 
@@ -139,7 +139,7 @@ class _Walk:
         if written_name(eqn):
             (operand,) = operands
             if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, saved if it is named
-                parts = operand.num_parts or self.mesh.num_devices // self.mesh.data
+                parts = operand.num_parts or self.mesh.num_param_parts
                 operand = replace(operand, made=made, tags=[], on_host=False, num_parts=parts)
             if operand.made == made:
                 operand.tags.append(eqn)
