@@ -37,6 +37,7 @@ class Form:
 #: The forms of a whole policy.
 FORMS = (
     Form("none", "no wrapper: differentiation decides what is saved", "none"),
+    Form("own", "the loss as its author wrote it, with the author's own checkpoints", "own"),
     Form("everything", "checkpointed, and every value saved", "everything"),
     Form("nothing", "only each layer's input; the layer is recomputed", "nothing"),
     Form("dots", "the results of matmuls", "dots"),

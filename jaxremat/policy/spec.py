@@ -11,7 +11,8 @@ that `grammar.parse` reads:
     Mix(((2, NOTHING), (1, Names(save=("a",)))))    2*nothing|1*save:a        2 layers by one policy, 1 by another, and again
 
 `Rule` and `Names` have a field `attention`, printed as `+attention`: fused attention's outputs are saved too, so that its
-kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs.
+kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs. The rule `own` leaves the
+loss as it is, with the checkpoints that its author wrote, which `none` takes away.
 
 References:
     jax/_src/ad_checkpoint.py (`checkpoint_policies`); Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
@@ -25,16 +26,28 @@ from typing import Literal, TypeAlias, get_args
 
 from jaxremat.errors import UnknownPolicyError
 
-RuleKind = Literal["none", "everything", "nothing", "dots", "dots-no-batch"]
+RuleKind = Literal["none", "own", "everything", "nothing", "dots", "dots-no-batch"]
 RULES: tuple[str, ...] = get_args(RuleKind)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule for every value of a layer; `attention` also saves fused attention's outputs."""
+    """One rule for every value of a layer; `attention` also saves fused attention's outputs.
+
+    Raises:
+        UnknownPolicyError: `own` with `attention`.
+    """
 
     kind: RuleKind
     attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind == "own" and self.attention:
+            raise UnknownPolicyError(
+                "policy 'own+attention' adds 'attention' to the policy of the author",
+                allowed="own alone, which leaves the loss as it is",
+                next_step="write own, or save the results of attention where the loss is written",
+            )
 
     def __str__(self) -> str:
         return self.kind + "+attention" * self.attention
@@ -42,7 +55,7 @@ class Rule:
     @property
     def is_none(self) -> bool:
         """Whether the layer stays unwrapped."""
-        return self.kind == "none"
+        return self.kind in ("none", "own")
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,14 @@ class Every:
 
     k: int | Literal["sqrt"]
     inner: LayerPolicy = Rule("none")
+
+    def __post_init__(self) -> None:
+        if self.inner == Rule("own"):
+            raise UnknownPolicyError(
+                f"policy 'every:{self.k}+own' groups layers and leaves them as their author wrote them",
+                allowed="own alone, which leaves the loss as it is",
+                next_step=f"write own, or every:{self.k}",
+            )
 
     def __str__(self) -> str:
         return f"every:{self.k}" + (f"+{self.inner}" if self.inner != Rule("none") else "")
@@ -195,6 +216,7 @@ class Mix:
 
 Policy: TypeAlias = Rule | Names | Every | OneIn | Mix
 NONE = Rule("none")
+OWN = Rule("own")
 NOTHING = Rule("nothing")
 
 

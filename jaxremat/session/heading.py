@@ -25,7 +25,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     is written for.
     """
     from jaxremat.policy.offload import PASS, flag_line, has_fault, offloads
-    from jaxremat.policy.spec import describe, saves_attention
+    from jaxremat.policy.spec import OWN, describe, saves_attention
     from jaxremat.search.budget import RESERVE_NEEDED
     from jaxremat.units import gib
 
@@ -63,9 +63,12 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         for requested in request.policies
         if not isinstance(requested.policy, Auto | Frontier)
     ]
+    as_config = trials.workload_at().as_config
     for policy in policies:
         if num_layers and (said := describe(policy, num_layers)):
             yield f"policy    {policy}: {said}"
+        if as_config and policy != OWN and as_config(policy) is None:
+            yield f"policy    {policy}: its configuration can't say this; jaxremat.with_policy does it"
     if target.platform == "cuda" and trials.factory.layout() != "unrolled" and has_fault() and any(map(offloads, policies)):
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"
         yield f"          values; a program of your own needs {flag_line()}"

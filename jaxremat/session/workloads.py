@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.policy.spec import NONE
+from jaxremat.policy.spec import NONE, OWN
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Frontier, Request, RequestedPolicy, uneven_groups
 
@@ -160,17 +160,18 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
             cause="the training step around a loss is made here, and a whole step is compiled as it is",
             next_step=f"leave {given[0]} out, or give the loss: Workload(loss=f, params=..., batch=...)",
         )
-    others = [requested for requested in request.policies if requested.policy != NONE]
+    others = [requested for requested in request.policies if requested.policy not in (NONE, OWN)]
     default = not request.flags.policy and all(other.text == "dots" for other in others)
     if others and not default:
         raise UsageError(
             f"{'--frontier' if isinstance(others[0].policy, Frontier) else f'--policy {others[0].text}'} was requested, "
             f"and {factory.name} is a whole step",
-            allowed="none, which compiles the step as it is",
+            allowed="none or own, which compile the step as it is",
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
         )
-    return replace(request, policies=(RequestedPolicy("none", NONE),))
+    as_it_is = tuple(requested for requested in request.policies if requested not in others)
+    return replace(request, policies=as_it_is or (RequestedPolicy("none", NONE),))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:

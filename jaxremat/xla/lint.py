@@ -145,8 +145,9 @@ def _under_policy(workload: Workload, policy: Policy | None) -> Workload:
 
 
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
-    names = sorted(facts.traced.names)
-    for name in sorted((facts.traced.policy_names | _names_of(facts.policy)).difference(names)):
+    names, policy = sorted(facts.traced.names), facts.policy
+    preset = {*policy.save, *policy.offload} if isinstance(policy, Names) and policy.alias else set()
+    for name in sorted((facts.traced.policy_names | _names_of(policy)).difference(names, preset)):
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",
