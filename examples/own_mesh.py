@@ -127,8 +127,8 @@ def workload(
 ) -> jaxremat.Workload:
     """The loss, its parameters and its batch on the mesh.
 
-    `batch` counts the sequences of the devices that share theirs, so that 4 of them are 16 on 8 devices with `tensor=2`. Any other
-    meaning would do: the batch is what this function makes of it.
+    `batch` counts the sequences of the devices that share theirs: 4 of them are 16 on 8 devices with `tensor=2`. Any other
+    meaning would do, as the batch is what this function makes of it.
     """
     mesh, model, params, arrays = parts(batch, devices, tensor, width, num_layers, seq_len)
     num_tokens = math.prod(arrays["tokens"].shape)

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jaxremat.machine.process import Deadline, run_until
+from jaxremat.system.process import Deadline, run_until
 
 Row = dict[str, Any]
 Job = TypeVar("Job")

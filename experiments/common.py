@@ -20,9 +20,9 @@ from jaxremat.report.table import list_table
 from jaxremat.system.files import write_whole
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.config import ModelConfig, TrainConfig
     from jaxremat.xla.compile import Compilation
-    from jaxremat.xla.target import Target
 
 FlagsT = TypeVar("FlagsT")
 #: A function from a column's name to the column's title and the function that makes a cell's text.
@@ -124,7 +124,7 @@ def run_experiment(
 
     def work() -> int:
         set_up()
-        from jaxremat.xla.target import load_target
+        from jaxremat.chips.target import load_target
 
         load_target(flags.target)  # a target that isn't there is said before anything is written
         return run_parts(name, flags, measures, show, unfiled)
@@ -258,6 +258,6 @@ def _rounded(value: Any) -> Any:
 
 
 def _made_with() -> dict[str, Any]:
-    from jaxremat.xla.installed import versions
+    from jaxremat.chips.installed import versions
 
     return {"machine": machine(), "versions": versions()}

@@ -27,7 +27,7 @@ from cyclopts import Parameter
 
 from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, flags_of, other_parts, set_up, write
-from jaxremat.machine.process import Deadline
+from jaxremat.system.process import Deadline
 
 if TYPE_CHECKING:
     from tests.programs import DrawnProgram

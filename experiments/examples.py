@@ -48,13 +48,13 @@ class Flags:
 def measure(name: str, flags: Flags) -> Iterator[Row]:
     """One example under the named policies, and as it is planned within the bytes of `dots`."""
     from jaxremat.answer.planned import plan_run
+    from jaxremat.chips.target import load_target
     from jaxremat.config import TrainConfig
     from jaxremat.planner.plan import Plan
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
-    from jaxremat.xla.target import load_target
 
     factory = given_factory(GivenModel(f"{FOLDER / name}.py:workload", flags.args))
     trials = Trials(factory, TrainConfig(), load_target(flags.target), 2**62)

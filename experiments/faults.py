@@ -33,8 +33,8 @@ from experiments.children import Child, in_parallel
 from experiments.common import RESULTS, Row, other_parts, write
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
-from jaxremat.machine.process import Deadline, run_until
 from jaxremat.report.table import list_table
+from jaxremat.system.process import Deadline, run_until
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).with_suffix(".toml")

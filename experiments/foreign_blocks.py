@@ -45,7 +45,7 @@ def measure_blocks(flags: Flags) -> Iterator[Row]:
     """Stacks of each block, in a loop."""
     import jaxremat
     from experiments.blocks import BLOCKS
-    from jaxremat.xla.target import load_target
+    from jaxremat.chips.target import load_target
 
     target = load_target(flags.target)
     for name in flags.blocks or BLOCKS:
@@ -60,11 +60,11 @@ def measure_blocks(flags: Flags) -> Iterator[Row]:
 def measure_examples(flags: Flags) -> Iterator[Row]:
     """The training step of each example, at the batch that its file gives."""
     from jaxremat.answer.planned import plan_run
+    from jaxremat.chips.target import load_target
     from jaxremat.config import TrainConfig
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import given_factory
     from jaxremat.workload.given import OWN_LOSS, GivenModel
-    from jaxremat.xla.target import load_target
 
     for name in flags.examples:
         factory = given_factory(GivenModel(f"{FOLDER / name}.py:workload", flags.args))

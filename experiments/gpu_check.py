@@ -35,12 +35,12 @@ from experiments.gpu_parts import (
     measure_speed,
 )
 from experiments.gpu_summary import NOT_THERE, write_summary
+from jaxremat.chips.nvidia.gpu import gpu_of_kind
+from jaxremat.chips.nvidia.nvml import read_gpus
 from jaxremat.cli.command import run_command
+from jaxremat.cli.machine.variables import split_advice
 from jaxremat.errors import JaxrematError, UsageError
-from jaxremat.machine.nvml import read_gpus
-from jaxremat.machine.variables import split_advice
 from jaxremat.report.table import gib_number
-from jaxremat.xla.gpu import gpu_of_kind
 
 Part = Literal["bytes", "speed", "mfu", "profile", "peer"]
 #: By part, its share of the time.

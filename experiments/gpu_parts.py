@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.children import Child, Row, in_parallel, run_child
 from experiments.common import PROFILES
-from jaxremat.machine.process import Deadline
+from jaxremat.system.process import Deadline
 
 #: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
 PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))

@@ -3,9 +3,9 @@
 The stored profiles (`experiments/profiles/`) have the time of every kernel of a training step, and the compiled module. Each
 kernel is predicted from the module alone, as any step is. The table has a row for each class of kernels. Nothing is run.
 
-`--fit` fits the shares of the peaks that kernels reach (`jaxremat/xla/calibration.toml`) to the profiles again. Each generation
-of GPUs has the shares of its own profile, and all others have the mean. How far a prediction may be off is what remains when
-the shares of one profile predict another one, over the classes that both have.
+`--fit` fits the shares of the peaks that kernels reach (`jaxremat/chips/nvidia/calibration.toml`) to the profiles again. Each
+generation of GPUs has the shares of its own profile, and all others have the mean. How far a prediction may be off is what
+remains when the shares of one profile predict another one, over the classes that both have.
 """
 
 import itertools
@@ -26,8 +26,7 @@ from jaxremat.system.files import write_whole
 
 if TYPE_CHECKING:
     from experiments.profile_data import Profile, Timed
-    from jaxremat.xla.clock import Calibration, DeviceSpeed, Shares
-    from jaxremat.xla.kernels import KernelClass
+    from jaxremat.chips.speed import Calibration, DeviceSpeed, KernelClass, Shares
 
 Row = dict[str, Any]
 #: Classes whose FLOPs decide. The bytes decide all others.
@@ -49,7 +48,7 @@ class Flags:
     json: bool = False
     """Print a record for each profile and for each class in it, a line each, and nothing else."""
     fit: bool = False
-    """Fit the shares to the profiles, and write jaxremat/xla/calibration.toml."""
+    """Fit the shares to the profiles, and write jaxremat/chips/nvidia/calibration.toml."""
     out: Path = RESULTS
     """The folder of results: the table goes into its folder kernel_times, and so does the plot, unless it is the default."""
 
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = flags_of(Flags, argv, "experiments.kernel_times")
     set_up()
     from experiments.profile_data import load_profile, names
-    from jaxremat.xla.calibration import FILE
+    from jaxremat.chips.nvidia.calibration import FILE
 
     profiles = [load_profile(name) for name in names()]
     if flags.fit:
@@ -235,7 +234,7 @@ def calibration_text(profiles: "Sequence[Profile]") -> str:
 
     A generation takes a class that its own profile lacks from the mean.
     """
-    from jaxremat.xla.gpu import load_gpu
+    from jaxremat.chips.nvidia.gpu import load_gpu
 
     fitted = [fit(profile) for profile in profiles]
     error = math.ceil(100 * largest_error(crossed(profiles))) / 100
@@ -248,7 +247,7 @@ def calibration_text(profiles: "Sequence[Profile]") -> str:
 
 
 def _table(name: str, own: "Sequence[Calibration]", others: "Sequence[Calibration]", error: float, source: str) -> str:
-    from jaxremat.xla.kernels import CLASSES
+    from jaxremat.chips.speed import CLASSES
 
     def mean(numbers: "Callable[[Calibration], float | None]") -> str:
         """The mean of the own numbers, and of the others' where there are none, with what it was fitted on."""
@@ -321,8 +320,8 @@ def _plot(profiles: "Sequence[Profile]", path: Path) -> None:
     """Draws predicted against measured seconds, a dot for each kernel, to a PNG file."""
     from matplotlib.figure import Figure
 
+    from jaxremat.chips.speed import CLASSES
     from jaxremat.xla.clock import predict_kernel_time
-    from jaxremat.xla.kernels import CLASSES
 
     figure = Figure(figsize=(6.5 * len(profiles), 6), layout="constrained")
     for axes, profile in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles, strict=True):

@@ -42,11 +42,11 @@ class Flags:
 
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """The training step of each model under each policy, in both layouts."""
+    from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
-    from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)
     for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
@@ -66,9 +66,9 @@ def measure_between(flags: Flags) -> Iterator[Row]:
     import jax
 
     from jaxremat.answer.layer_estimate import speed_of
+    from jaxremat.chips.target import load_target
     from jaxremat.xla.clock import predict_step_time
     from jaxremat.xla.compile import lower_and_compile
-    from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)
     for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):

@@ -48,8 +48,8 @@ Row = dict[str, Any]
 
 def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) -> Row:
     """The compiled bytes and the predicted step time, at the batch and target of `flags`."""
+    from jaxremat.chips.target import load_target
     from jaxremat.xla.clock import predict_step_time
-    from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)
     done = compile_step(model, train, policy, flags.batch, target)
@@ -61,9 +61,9 @@ def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) 
 
 def measure_loss(flags: Flags) -> list[Row]:
     """The largest batch of every policy, with the full and with the chunked loss."""
+    from jaxremat.chips.target import load_target
     from jaxremat.search.batch import largest_batch
     from jaxremat.search.budget import make_budget
-    from jaxremat.xla.target import load_target
 
     rows: list[Row] = []
     for name, param_dtype, target_name in flags.large_vocabulary:

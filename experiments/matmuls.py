@@ -40,10 +40,10 @@ class Flags:
 
 def measure(flags: Flags) -> Iterator[Row]:
     """Each preset under each policy, compiled with both kinds of kernels. If XLA refuses a compile, it has no numbers."""
+    from jaxremat.chips.target import load_target
     from jaxremat.errors import CompileError
     from jaxremat.xla.clock import predict_step_time
     from jaxremat.xla.options import TRITON
-    from jaxremat.xla.target import load_target
 
     target = load_target(flags.target)
     for name in flags.models:

@@ -98,12 +98,12 @@ def trial_on(
         target: the name of the GPU.
         xla_preset: the preset of XLA's options.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.mesh.axes import parse_mesh
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
-    from jaxremat.xla.target import load_target
 
     gpus = load_target(target, parse_mesh(mesh))
     attention = choose_attention(config, train.seq_len, load_target(target)).implementation

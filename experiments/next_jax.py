@@ -21,11 +21,11 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from experiments.common import RESULTS, Row, compile_step, set_up, write
+from jaxremat.chips.installed import versions
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import MissingDependencyError, UsageError
-from jaxremat.machine.process import Deadline, run_until
 from jaxremat.report.table import list_table
-from jaxremat.xla.installed import versions
+from jaxremat.system.process import Deadline, run_until
 
 ROOT = Path(__file__).parent.parent
 POLICIES = ("none", "dots", "dots+attention", "nothing", "save:query_proj,mlpwi_0", "offload:mlpwi_0", "every:2")
@@ -50,9 +50,9 @@ class Flags:
 
 def step_rows() -> Iterator[Row]:
     """Bytes of a step of the model `tiny` with four layers, for an H100 that isn't here, or the error of its compile."""
+    from jaxremat.chips.target import load_target
     from jaxremat.config import TrainConfig
     from jaxremat.model.presets import PRESETS
-    from jaxremat.xla.target import load_target
 
     target, train = load_target("h100-80gb"), TrainConfig(seq_len=64)
     for scan in (True, False):
@@ -121,7 +121,7 @@ def compare(flags: Flags) -> int:
     if missing := [test for test in flags.tests if not Path(test).is_file()]:
         raise UsageError(f"--tests got {missing[0]!r}", cause="there is no such file", next_step=f"--tests {TESTS[0]}")
     python = install_newest(flags)
-    code = "import json; from jaxremat.xla.installed import versions; print(json.dumps(versions()))"
+    code = "import json; from jaxremat.chips.installed import versions; print(json.dumps(versions()))"
     newest = json.loads(run_until(Deadline(60), [python, "-c", code], os.environ).out)
     path = flags.out / "next_jax" / f"jax-{newest['jax']}.json"
     variants = {

@@ -35,12 +35,12 @@ from cyclopts import Parameter
 
 from experiments.common import RESULTS, count, markdown_table, ms, only, percent, signed, span, where, write
 from experiments.reference_tables import alias_table_markdown, policy_table_markdown, target_table_markdown
+from jaxremat.chips.installed import versions
+from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
 from jaxremat.report.table import gib_number
 from jaxremat.system.files import named_by, write_whole
-from jaxremat.xla.calibration import load_calibration
-from jaxremat.xla.installed import versions
 
 ROOT = Path(__file__).parent.parent
 README, EXPERIMENTS = ROOT / "README.md", ROOT / "experiments/README.md"

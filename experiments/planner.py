@@ -47,10 +47,10 @@ class Flags:
 
 def make_run(name: str, budget_bytes: int, flags: Flags, attention: str = "auto") -> Any:
     """The run of the model's training step on the target, within a budget."""
+    from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import DecoderFactory
     from jaxremat.trial.trials import Trials
-    from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(name)
     config = replace(chosen.config, attention=attention)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.common import PROFILES
+from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.target import speed_of
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import is_collective
-from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.hlo import Instruction, Module, parse
 from jaxremat.xla.kernels import Kernel, kernels_of
-from jaxremat.xla.target import speed_of
 
 #: A kernel that ran beside a collective is left out if it took this many times what its twins took alone.
 SLOWED = 1.15

@@ -3,7 +3,7 @@
 Each step of `published.toml` is compiled for its GPUs, with the flags of XLA that MaxText and JAX-Toolbox set. Nothing is run.
 The models, meshes, batches and saved values are the published ones. The programs are this package's, and not those that ran.
 
-`jaxremat.xla.clock.SEVERAL_GPUS`, which tables show, is the span of `longer` over all steps.
+`jaxremat.chips.speed.SEVERAL_GPUS`, which tables show, is the span of `longer` over all steps.
 """
 
 import sys

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from experiments.common import PROFILES, flags_of
+from jaxremat.chips.nvidia.gpu import bundled_names, gpu_of_kind
 from jaxremat.cli.command import parse_flags, run_command, set_up_process
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.spec import Policy
@@ -35,7 +36,6 @@ from jaxremat.session.request import Auto, Frontier, check_run
 from jaxremat.session.session import Session
 from jaxremat.system.files import write_whole
 from jaxremat.trial.plan_file import PlanFile
-from jaxremat.xla.gpu import bundled_names, gpu_of_kind
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
@@ -82,8 +82,8 @@ def record(flags: Flags) -> int:
     step_flags = parse_flags(RunFlags, [*_argv(flags), "--target", flags.target])
     request = check_run(step_flags)
     set_up_process(step_flags)
+    from jaxremat.chips.target import load_target
     from jaxremat.session.answers import policy_of
-    from jaxremat.xla.target import load_target
 
     if isinstance(request.policies[0].policy, Auto | Frontier | PlanFile):
         raise UsageError(
@@ -190,7 +190,7 @@ def _row(name: str, launches: int, steps_ns: list[int]) -> dict[str, Any]:
 
 def _write(flags: Flags, known_as: str, device: str, hlo_text: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Writes the folder of the profile. `profile.toml` comes last, as a folder without it is no profile."""
-    from jaxremat.xla.installed import versions
+    from jaxremat.chips.installed import versions
 
     folder = flags.out / flags.name
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@
 """
 
 from experiments.common import markdown_table
+from jaxremat.chips.nvidia.calibration import load_calibration
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
 from jaxremat.policy.grammar import ALIASES, GRAMMAR
 from jaxremat.units import gib
-from jaxremat.xla.calibration import load_calibration
-from jaxremat.xla.gpu import bundled_names, load_gpu
 
 
 def policy_table_markdown() -> str:

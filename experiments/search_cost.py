@@ -84,7 +84,7 @@ def measure_first_row(flags: Flags) -> dict[str, Any]:
 
 def measure_depth(flags: Flags) -> dict[str, Any]:
     """The seconds of lowering and compiling under `dots` at both depths, which take turns. One compile before warms up."""
-    from jaxremat.xla.target import load_target
+    from jaxremat.chips.target import load_target
 
     target, chosen = load_target(flags.target), preset(flags.model)
     train = TrainConfig(seq_len=chosen.seq_len)
@@ -102,9 +102,9 @@ def measure_depth(flags: Flags) -> dict[str, Any]:
 
 def measure_search(flags: Flags) -> dict[str, Any]:
     """For each policy, both searches without a cache of compiles. The two searches alternate in going first."""
+    from jaxremat.chips.target import load_target
     from jaxremat.search.batch import largest_batch
     from jaxremat.search.budget import make_budget
-    from jaxremat.xla.target import load_target
 
     target, chosen = load_target(flags.target), preset(flags.model)
     train = TrainConfig(seq_len=chosen.seq_len)

@@ -26,12 +26,12 @@ from cyclopts import Parameter
 
 from experiments.children import Child, in_parallel, run_child
 from experiments.common import RESULTS, flags_of, set_up, write
+from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.errors import UsageError
-from jaxremat.machine.process import Deadline
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Request, check_run
-from jaxremat.xla.gpu import bundled_names
+from jaxremat.system.process import Deadline
 
 Row = dict[str, Any]
 #: The number of configurations per process. Starting a process takes as long as compiling one configuration.
@@ -171,9 +171,9 @@ def compile_drawn(seed: int, number: int) -> Row:
 
 
 def _compiled(request: Request[RunFlags]) -> Row:
+    from jaxremat.chips.target import load_target
     from jaxremat.session.answers import policy_of
     from jaxremat.session.session import Session
-    from jaxremat.xla.target import load_target
 
     def compiled(target: str) -> Row:
         session = Session.of(request, load_target(target)).with_trials(measures=False)

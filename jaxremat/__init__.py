@@ -17,6 +17,8 @@ __path__.append(os.path.join(os.path.dirname(__file__), "cli", "former"))
 
 if TYPE_CHECKING:
     from jaxremat.answer.any_layer import plan as plan
+    from jaxremat.chips.target import Target as Target
+    from jaxremat.chips.target import load_target as load_target
     from jaxremat.config import ModelConfig as ModelConfig
     from jaxremat.config import TrainConfig as TrainConfig
     from jaxremat.errors import CompileError as CompileError
@@ -84,8 +86,6 @@ if TYPE_CHECKING:
     from jaxremat.xla.lint import lint as lint
     from jaxremat.xla.memory import CompiledMemory as CompiledMemory
     from jaxremat.xla.step_facts import Finding as Finding
-    from jaxremat.xla.target import Target as Target
-    from jaxremat.xla.target import load_target as load_target
 
 #: The module of each public name. The imports above say the same to type checkers, and a test compares them.
 _NAMES = {
@@ -126,7 +126,7 @@ _NAMES = {
     "xla.lint": "lint",
     "xla.memory": "CompiledMemory",
     "xla.step_facts": "Finding",
-    "xla.target": "Target load_target",
+    "chips.target": "Target load_target",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

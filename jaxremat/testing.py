@@ -11,10 +11,10 @@ Set `JAX_PLATFORMS=cpu` before the first import of jax, in the first lines of co
 from collections.abc import Callable
 from typing import Any
 
+from jaxremat.chips.target import Target
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import CompiledMemory
-from jaxremat.xla.target import Target
 
 __all__ = ["assert_fits", "memory_of"]
 

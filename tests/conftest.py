@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import MissingDependencyError
-from jaxremat.xla.target import Target, load_target
 from tests.tiers import only_fast
 from tests.user_files import Write, in_folder
 

@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 
+from jaxremat.chips.target import load_target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.model.decoder_workload import DecoderFactory
@@ -22,7 +23,6 @@ from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.target import load_target
 from tests.helpers import LLAMA, QUICK
 
 Arrays = list[np.ndarray[Any, Any]]

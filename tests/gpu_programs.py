@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxremat.chips.target import Target
 from jaxremat.xla import hlo
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import Target
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 L, M, D, F = 5, 512, 256, 1024  # layers, tokens, model and hidden widths

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.decoder_workload import decoder_workload
 from jaxremat.policy.grammar import as_policy
@@ -13,7 +14,6 @@ from jaxremat.policy.spec import Policy
 from jaxremat.step.optimizer import state_bytes
 from jaxremat.step.step import TrainState, abstract_args, init_state, make_step
 from jaxremat.xla.compile import Compilation, lower_and_compile
-from jaxremat.xla.target import Target
 
 BATCH, SEQ = 8, 512
 #: Bytes that XLA hands a cuBLAS call on an H100, at most; at the peak of most steps here.

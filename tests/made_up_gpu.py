@@ -12,13 +12,13 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxremat.chips import target
+from jaxremat.chips.nvidia.outside import Outside
+from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.target import Target
 from jaxremat.cli import processes, run
 from jaxremat.cli.worker import main
-from jaxremat.machine.outside import Outside
 from jaxremat.trial import trials
-from jaxremat.xla import target
-from jaxremat.xla.clock import DeviceSpeed
-from jaxremat.xla.target import Target
 from tests.roofline import uniform
 
 KIND = "NVIDIA Made Up"

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.machine.facts import Facts, Probed
-from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
+from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
+from jaxremat.cli.machine.facts import Facts, Probed
 
 GIB = 2**30
 VERSIONS: dict[str, str | None] = {

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from jaxremat.machine.checks import Row
-from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
+from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.sharding import ParamSharding
 from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.policy.names import NamedValue
 from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, steps, sweep
+from jaxremat.report.doctor import Row
 from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.search.histogram import Histogram
 from jaxremat.trial.bucketed import lengths_record

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.decoder_workload import DecoderFactory
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.target import Target
 from tests.helpers import LLAMA
 
 #: Its kernels are larger than what each device would hold whole.

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
+from jaxremat.chips.target import Target
 from jaxremat.testing import memory_of
 from jaxremat.xla.memory import CompiledMemory
-from jaxremat.xla.target import Target
 
 
 def mlp(w: Any, x: jax.Array) -> jax.Array:

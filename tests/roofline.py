@@ -2,7 +2,7 @@
 
 import math
 
-from jaxremat.xla.clock import Calibration, DeviceSpeed
+from jaxremat.chips.speed import Calibration, DeviceSpeed
 
 
 def uniform(share: float, launch_s: float) -> Calibration:

@@ -24,8 +24,8 @@ import pytest
 from packaging.requirements import Requirement
 
 import jaxremat
+from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.policy.names import written_names
-from jaxremat.xla.gpu import bundled_names
 
 PACKAGE = Path(jaxremat.__file__).parent
 TINY = ("--model", "tiny", "--num-layers", "2", "--vocab-size", "500", "--seq-len", "128", "--batch", "4")
@@ -81,8 +81,8 @@ def test_it_is_the_installed_package():
 
 def test_the_wheel_has_every_file_that_is_no_module():
     files = {str(file) for file in importlib.metadata.files("jaxremat") or () if file.suffix not in (".py", ".pyc")}
-    assert {"jaxremat/py.typed", "jaxremat/xla/calibration.toml", "jaxremat/report/web/page.html"} <= files
-    assert len([file for file in files if re.match(r"jaxremat/xla/targets/.*\.toml", file)]) >= 9
+    assert {"jaxremat/py.typed", "jaxremat/chips/nvidia/calibration.toml", "jaxremat/report/web/page.html"} <= files
+    assert len([file for file in files if re.match(r"jaxremat/chips/nvidia/targets/.*\.toml", file)]) >= 9
     assert len(bundled_names()) >= 9
     assert not [file for file in files if file.startswith(("tests/", "experiments/", "docs/"))]
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import msgspec
 import pytest
 
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.processes import COMMAND, task_of
 from jaxremat.cli.run import main
@@ -17,7 +18,6 @@ from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task
 from jaxremat.trial.workers import Workers
-from jaxremat.xla.target import load_target
 from tests.made_up_records import search, trial
 
 SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --steps 2")
@@ -81,7 +81,7 @@ def test_flags_survive_the_way_to_a_process(tmp_path):
 def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):
     """The CPU passed off as an attached device to `run` itself, which then only asks it what it is."""
     attached = replace(load_target("cpu"), kind="attached", memory_bytes=2**33)
-    monkeypatch.setattr("jaxremat.xla.target.load_target", lambda name, mesh=None: attached)
+    monkeypatch.setattr("jaxremat.chips.target.load_target", lambda name, mesh=None: attached)
     monkeypatch.setattr("jaxremat.trial.trials.Trials.compile", lambda *_: pytest.fail("compiled in this process"))
     out = tmp_path / "rows.jsonl"
     assert main([*SMALL, "--policy", "none", "--batch", "1", "--out", str(out)]) == 0

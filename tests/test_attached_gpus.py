@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxremat.chips import target
+from jaxremat.chips.nvidia.outside import Outside
 from jaxremat.errors import TargetError
-from jaxremat.machine.outside import Outside
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.trial import measure
 from jaxremat.trial.confirm import uncompiled_trial
 from jaxremat.trial.measure import measure_step
-from jaxremat.xla import target
 from tests.made_up_records import trial
 
 TWO = MeshShape(fsdp=2)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import jaxremat
+from jaxremat.chips.target import Target, load_target
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import tracing_for
@@ -15,7 +16,6 @@ from jaxremat.model.attention import choose_attention, traced_attention, xla_att
 from jaxremat.model.presets import preset
 from jaxremat.model.transformer import every_layer_name
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import Target, load_target
 from tests.helpers import compiled, quick_jit
 
 SMALL = replace(preset("tiny").config, num_layers=1, vocab_size=64, dropout=0.0)

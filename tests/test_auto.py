@@ -22,6 +22,8 @@ from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.installed import versions
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
@@ -44,8 +46,6 @@ from jaxremat.trial.record import PlanRecord, Record
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Steps, Trials
 from jaxremat.units import gib, parse_bytes
-from jaxremat.xla.installed import versions
-from jaxremat.xla.target import load_target
 from tests.arguments import once
 from tests.equality import relative_difference
 from tests.helpers import quick_jit

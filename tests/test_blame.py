@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from jaxremat.cli.command import run_command
+from jaxremat.cli.machine.blame import OUT_OF_HOST_MEMORY, TOO_MANY_FILES, blamed
+from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.errors import CompileError, UsageError
-from jaxremat.machine.blame import OUT_OF_HOST_MEMORY, TOO_MANY_FILES, blamed
-from jaxremat.machine.variables import check_xla_flags
 
 
 def led_to(first: Exception) -> Exception:

@@ -13,12 +13,11 @@ import pytest
 from experiments import kernel_times
 from experiments.common import RESULTS
 from experiments.profile_data import load_profile, names
+from jaxremat.chips.nvidia.calibration import FILE, load_calibration
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
+from jaxremat.chips.speed import CLASSES, SEVERAL_GPUS
+from jaxremat.chips.target import speed_of
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.xla.calibration import FILE, load_calibration
-from jaxremat.xla.clock import SEVERAL_GPUS
-from jaxremat.xla.gpu import bundled_names, load_gpu
-from jaxremat.xla.kernels import CLASSES
-from jaxremat.xla.target import speed_of
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.xla import clock, hlo
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kernels import kernels_of
 from tests.gpu_programs import B, H, L, N, T, array, compile_for, compiled_attention
 from tests.roofline import uniform
 
-SPEED = clock.DeviceSpeed(
+SPEED = DeviceSpeed(
     bf16_flops=1e15,
     f32_flops=5e14,
     bandwidth_bytes_per_s=3e12,

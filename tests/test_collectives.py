@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxremat.chips.speed import DeviceSpeed, Links
 from jaxremat.xla import clock, hlo
-from jaxremat.xla.collectives import Collective, Links, collective_seconds, groups_of, sent_bytes
+from jaxremat.xla.collectives import Collective, collective_seconds, groups_of, sent_bytes
 from jaxremat.xla.kernels import kernels_of
 from tests.roofline import uniform
 
@@ -111,7 +112,7 @@ def test_collectives_hide_behind_what_is_scheduled_before_their_wait():
         ("all-reduce", whole // 8),
     ]
     slow = Links(8, 8, whole * 7 / 8, None)  # the whole array takes a second
-    speed = clock.DeviceSpeed(1e15, 5e14, 3e12, 5e10, 1e12, uniform(0.5, 2e-6), links=slow)
+    speed = DeviceSpeed(1e15, 5e14, 3e12, 5e10, 1e12, uniform(0.5, 2e-6), links=slow)
     step = clock.predict_step_time(module, speed)
     assert step.num_collectives == 3
     assert step.collective_bytes == 2 * whole * 7 // 8 + 2 * whole // 8 * 7 // 8

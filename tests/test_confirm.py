@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxremat.chips import target
 from jaxremat.cli import processes
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import work
 from jaxremat.config import divisors
-from jaxremat.machine.process import Ended
+from jaxremat.system.process import Ended
 from jaxremat.trial.confirm import next_to_run, smaller_batches
 from jaxremat.trial.queue import SweepTrial, outcome_of, run_trial
 from jaxremat.trial.record import LargestBatchRecord, Outcome, Record, TrialRecord
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.trials import Trials
 from jaxremat.trial.workers import Workers, judge
-from jaxremat.xla import target
 from tests.made_up_gpu import made_up_target
 from tests.made_up_gpu import measure as made_up_measure
 from tests.made_up_records import trial

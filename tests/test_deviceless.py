@@ -7,13 +7,13 @@ tensor that a policy saves. A stack of two matmuls a layer stands for a model wh
 import jax
 import pytest
 
+from jaxremat.chips.target import in_pool, load_target
 from jaxremat.errors import CompileError
 from jaxremat.search.batch import largest_batch
 from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile
 from jaxremat.xla.options import remat_limit
-from jaxremat.xla.target import in_pool, load_target
 from tests.helpers import BATCH, GPT, TRAIN, WORKSPACE, compiled, decoder_args, total
 from tests.mlp_stack import gradient, shapes, stack_memory, unrolled
 

@@ -12,7 +12,8 @@ import jaxremat
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-ROOMS = sorted(file.parent for file in Path(jaxremat.__file__).parent.rglob("__init__.py"))
+PACKAGE = Path(jaxremat.__file__).parent
+ROOMS = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
 
 
 def prose(page: Path) -> str:
@@ -61,15 +62,15 @@ def test_api_page_has_every_public_name():
 #: Rooms whose docstrings all begin with a line that is short enough for a list, and stands alone. Rooms are only ever added.
 SHORT_FIRST_LINES = (
     *("__init__.py", "errors.py", "testing.py", "units.py", "answer/", "cli/", "config/", "system/"),
-    *("machine/", "mesh/", "model/", "planner/", "policy/", "report/", "search/", "session/", "step/"),
+    *("chips/", "mesh/", "model/", "planner/", "policy/", "report/", "search/", "session/", "step/"),
     *("training/", "trial/", "workload/", "xla/"),
 )
 
 
 def test_docstrings_begin_with_a_short_sentence():
-    package, wrong = Path(jaxremat.__file__).parent, []
-    for file in sorted(package.rglob("*.py")):
-        name = file.relative_to(package).as_posix()
+    wrong = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = file.relative_to(PACKAGE).as_posix()
         nodes = ast.walk(ast.parse(file.read_text())) if name.startswith(SHORT_FIRST_LINES) else ()
         for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
@@ -82,7 +83,8 @@ def test_docstrings_begin_with_a_short_sentence():
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda folder: folder.name)
 def test_every_module_is_named(folder):
     """On the page that says how the package is built."""
-    [row] = [line for line in (DOCS / "built.md").read_text().splitlines() if line.startswith(f"| `{folder.name}/` |")]
+    name = f"{folder.relative_to(PACKAGE.parent if folder == PACKAGE else PACKAGE)}/"
+    [row] = [line for line in (DOCS / "built.md").read_text().splitlines() if line.startswith(f"| `{name}` |")]
     named = set(re.findall(r"`(\w+)`", row.split("|")[2]))
     assert named == {path.stem for path in folder.glob("*.py")} - {"__init__"}
 

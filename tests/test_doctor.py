@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from jaxremat.chips.nvidia.gpu import bundled_names, nvidia_driver
 from jaxremat.cli import doctor
-from jaxremat.machine import facts
-from jaxremat.machine.facts import last_words, try_out
-from jaxremat.machine.process import Deadline
-from jaxremat.xla.gpu import bundled_names, nvidia_driver
+from jaxremat.cli.machine import facts
+from jaxremat.cli.machine.facts import last_words, try_out
+from jaxremat.system.process import Deadline
 from tests.fake_nvml import ROOT, environment, fresh_fake
 from tests.made_up_machines import GOOD
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.chips.nvidia.nvml import Reading
 from jaxremat.cli import doctor
-from jaxremat.machine.checks import Row, run_checks
-from jaxremat.machine.facts import cuda_libraries
-from jaxremat.machine.nvml import Reading
-from jaxremat.report.doctor import remedies, verdict
+from jaxremat.cli.machine.checks import run_checks
+from jaxremat.cli.machine.facts import cuda_libraries
+from jaxremat.report.doctor import Row, remedies, verdict
 from tests.made_up_machines import BUSY, GOOD, MACHINES, VARIABLES, WITH_GPU, with_variables
 
 

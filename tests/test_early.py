@@ -46,7 +46,7 @@ def test_a_command(words, argv, monkeypatch):
     [
         (["-m", "mine", "jaxremat.run"], ["-m", "jaxremat.run"]),
         (["-m", "jaxremat.cli.worker", "task", "result"], ["-m", "task", "result"]),
-        (["-m", "jaxremat.machine.probe", "attached"], ["-m", "attached"]),
+        (["-m", "jaxremat.cli.machine.probe", "attached"], ["-m", "attached"]),
         (["-m", "jaxremats.run"], ["-m"]),
         (["-m", "pytest"], ["/venv/pytest/__main__.py"]),
         (["train.py", "jaxremat"], ["train.py", "jaxremat"]),

@@ -16,8 +16,12 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from jaxremat.chips import installed
+from jaxremat.chips.installed import AOT_WHEELS, check_aot_wheels
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu, nvidia_driver
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.grid import check_sweep
+from jaxremat.cli.machine.checks import run_checks
 from jaxremat.cli.run import check_flags, main
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import (
@@ -29,13 +33,10 @@ from jaxremat.errors import (
     UsageError,
     nearest,
 )
-from jaxremat.machine.checks import Row, run_checks
 from jaxremat.model.presets import PRESETS, preset
 from jaxremat.policy.grammar import FORMS
+from jaxremat.report.doctor import Row
 from jaxremat.session.flags import RunFlags, SweepFlags
-from jaxremat.xla import installed
-from jaxremat.xla.gpu import bundled_names, load_gpu, nvidia_driver
-from jaxremat.xla.installed import AOT_WHEELS, check_aot_wheels
 from jaxremat.xla.options import PRESETS as XLA_PRESETS
 from tests.made_up_machines import MACHINES, VARIABLES, with_variables
 from tests.rejections import COMMANDS, flags_of, rejected, without_progress

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.chips.target import load_target
 from jaxremat.mesh.axes import BATCH_AXES, MeshShape
 from jaxremat.policy.grammar import parse
 from jaxremat.report.explain import holders_table, state_table
@@ -12,7 +13,6 @@ from jaxremat.xla.buffers import attribution
 from jaxremat.xla.dependence import dependences
 from jaxremat.xla.exchanges import exchanged_values, exchanges
 from jaxremat.xla.hlo import parse as parse_hlo
-from jaxremat.xla.target import load_target
 from tests.mesh_runs import MODEL, make_run
 
 #: Two devices. A loop of 3 layers gathers a slice of the stack `w` and multiplies with it; the gradient of `v` is added up.

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import examples, levers, mesh, next_jax, published, tables
 from experiments.common import other_parts, results_text, write
-from jaxremat.machine.process import Deadline
+from jaxremat.system.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.chips.target import load_target
 from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -14,7 +15,6 @@ from jaxremat.policy.spec import NONE
 from jaxremat.trial.base import traced_flops
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.kernels import kernels_of
-from jaxremat.xla.target import load_target
 from tests.mesh_runs import MODEL, make_run
 
 EXPERTS = replace(MODEL, num_layers=2, num_experts=8, router_loss=0.01, mlp_dim=512)

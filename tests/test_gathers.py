@@ -13,6 +13,8 @@ from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.speed import Links
+from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UnknownNameError
@@ -26,9 +28,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import GivenFactory
 from jaxremat.workload.workload import Workload
-from jaxremat.xla.collectives import Links
 from jaxremat.xla.kernels import kernels_of
-from jaxremat.xla.target import Target, load_target
 from tests.mesh_runs import MODEL as WIDE
 from tests.roofline import SLOW
 
@@ -137,8 +137,9 @@ def test_a_gather_by_hand():
 
     NCCL's LL protocol takes 6.6 us, 0.6 us for each of 3 hops, and 3/4 of the gathered bytes at half of 1e9 bytes/s.
     """
-    mesh = abstract_mesh(MeshShape(fsdp=4, tensor=2))
-    assert groups_along(mesh, "fsdp") == ((0, 2, 4, 6), (1, 3, 5, 7))
+    axes = MeshShape(fsdp=4, tensor=2)
+    mesh = abstract_mesh(axes)
+    assert groups_along(mesh, ["fsdp"]) == ((0, 2, 4, 6), (1, 3, 5, 7))
 
     def layer(w, x):
         with tracing_on(mesh):
@@ -146,7 +147,7 @@ def test_a_gather_by_hand():
             gathered = checkpoint_name(on_mesh(divided, None, "mlp"), "w_gathered")
             return checkpoint_name(on_mesh(jnp.sin(x @ gathered), "batch", "mlp"), "y")
 
-    share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5)
+    share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5, axes=axes)
     args = struct(64, 128), struct(16, 64, dtype="bfloat16")
     problem, keep = layer_problem(layer, args, SPEED, in_scan=False, share=share)
     num_bytes = {value.name: value.num_bytes for value in problem.values}
@@ -169,8 +170,8 @@ def test_a_gather_by_hand():
 
 def test_a_divided_parameter_is_read_whole():
     """Without a gather in the program XLA makes one. What a matmul reads of a divided kernel is all of it."""
-    mesh = abstract_mesh(MeshShape(fsdp=8))
-    share = Share(mesh, {((512, 512), "float32"): 8})
+    axes = MeshShape(fsdp=8)
+    share = Share(abstract_mesh(axes), {((512, 512), "float32"): 8}, axes=axes)
     problem, _ = layer_problem(lambda w, x: x @ jnp.abs(w), (struct(512, 512), struct(2, 512)), SPEED, share=share)
     (matmul,) = (op for op in problem.ops if op.flops)
     assert matmul.recompute_s == pytest.approx(1e-6 + (512 * 512 + 2 * 2 * 512) * 4 / 1e9)

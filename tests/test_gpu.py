@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from jaxremat.chips.nvidia.gpu import _BOUNDS, FOLDER, GpuDescription, bundled_names, gpu_of_kind, load_gpu
+from jaxremat.chips.target import speed_of
 from jaxremat.errors import TargetError
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.gpu import _BOUNDS, FOLDER, GpuDescription, bundled_names, gpu_of_kind, load_gpu
-from jaxremat.xla.target import speed_of
 
 GOOD = load_gpu("h100-80gb")[1].to_text()
 

@@ -15,10 +15,10 @@ import pytest
 from experiments import gpu_check, gpu_summary
 from experiments.children import Child, run_child
 from experiments.gpu_parts import PAIRS, Check
+from jaxremat.chips.nvidia.gpu import nvidia_driver
 from jaxremat.cli.command import parse_flags
-from jaxremat.machine.process import Deadline
 from jaxremat.session.flags import RunFlags
-from jaxremat.xla.gpu import nvidia_driver
+from jaxremat.system.process import Deadline
 from tests.helpers import QUICK_FLAGS
 
 NO_TORCH = pytest.mark.skipif(

@@ -245,11 +245,11 @@ def test_bad_flags(flags):
 
 def test_a_run_says_what_it_used(h100):
     """From the file to the heading, for a GPU that isn't here; --headroom 0 ignores it, and a damaged line is one note."""
+    from jaxremat.chips.installed import versions
     from jaxremat.cli.command import parse_flags
     from jaxremat.session.flags import RunFlags
     from jaxremat.session.request import check_run
     from jaxremat.session.session import Session
-    from jaxremat.xla.installed import versions
 
     kind = {"target": {"kind": "attached", "description": "NVIDIA H100 80GB HBM3"}}
     learn([row(90 * GIB, peak=100 * GIB, config=kind, versions=versions() | {"driver": "580.1"})])

@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units config mesh policy workload search planner step xla model machine trial answer training report session cli
+    errors system units config mesh chips policy workload search planner step xla model trial answer training report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -200,22 +200,22 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 #: What only some files do. A name that ends in `/` is a folder.
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
-    (lambda path: any("topologies" in name for name in imports(path)), "xla/target.py"),
+    (lambda path: any("topologies" in name for name in imports(path)), "chips/target.py"),
     (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
-    # machine/probe.py is a process of its own, whose output its parent reads.
+    # cli/machine/probe.py is a process of its own, whose output its parent reads.
     (
         calling("print"),
         "cli/run.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
         "cli/command.py "
-        "cli/main.py cli/parser.py machine/probe.py report/printer.py system/interrupt.py",
+        "cli/main.py cli/parser.py cli/machine/probe.py report/printer.py system/interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),
-    (calling(r"subprocess\.Popen", r"os\.killpg"), "machine/process.py"),
+    (calling(r"subprocess\.Popen", r"os\.killpg"), "system/process.py"),
     (importing("pickle", "marshal", "shelve", "dill"), ""),
     (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache
     (importing(r"jax\._src"), ""),
-    (saying("(?<!`)pynvml"), "machine/nvml.py"),
+    (saying("(?<!`)pynvml"), "chips/nvidia/nvml.py"),
     (importing("matplotlib"), "report/plot.py"),
 ]
 

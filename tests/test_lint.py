@@ -16,6 +16,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
+from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
@@ -25,7 +26,6 @@ from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.lint_input import Remedies, largest_logits, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.target import Target
 from jaxremat.xla.traced import Traced, names_in_jax_policy, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
 from tests.lint_inputs import MIB, made_up

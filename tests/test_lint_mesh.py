@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxremat
+from jaxremat.chips.target import load_target
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import leaves_on_mesh
 from jaxremat.policy.grammar import parse
@@ -25,7 +26,6 @@ from jaxremat.xla.lint import find
 from jaxremat.xla.lint_input import LintInput, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES, _is_of_loss
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.target import load_target
 from tests.lint_inputs import made_up
 from tests.mesh_runs import MODEL, make_run
 

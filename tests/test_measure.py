@@ -45,7 +45,7 @@ def test_the_peak_is_this_step_s_or_none(marks, peak, monkeypatch):
 @pytest.mark.gpu
 def test_the_allocator_s_peak_is_near_the_compiled_total(tmp_path):
     """On an attached GPU: what XLA promised and what its allocator gave out, within 5 %."""
-    from jaxremat.xla.target import attached_gpus
+    from jaxremat.chips.target import attached_gpus
 
     if not attached_gpus():
         pytest.skip("no NVIDIA GPU that JAX sees")

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxremat.chips.speed import SEVERAL_GPUS
+from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags, set_up_process
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.run import main, show_list
@@ -27,10 +29,8 @@ from jaxremat.session.session import Session
 from jaxremat.step.step import abstract_args, init_state
 from jaxremat.trial.base import traced_flops
 from jaxremat.xla.categories import phase_of
-from jaxremat.xla.clock import SEVERAL_GPUS
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import count_step_flops, executed_flops
-from jaxremat.xla.target import Target, load_target
 from tests.mesh_runs import MODEL, TRAIN, make_run, records
 
 EIGHT = MeshShape(fsdp=8)
@@ -295,7 +295,7 @@ def test_shardings_are_those_of_a_mesh():
 
 def test_a_mesh_is_compiled_for_without_a_gpu_where_one_is_attached(monkeypatch, tmp_path):
     """Beside an attached GPU, `--mesh` alone is still for GPUs that aren't here: for the process, the sweep and the target."""
-    monkeypatch.setattr("jaxremat.xla.gpu.nvidia_driver", lambda: True)
+    monkeypatch.setattr("jaxremat.chips.nvidia.gpu.nvidia_driver", lambda: True)
     monkeypatch.setattr("jaxremat.cli.command.nvidia_driver", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.delenv("JAX_PLATFORMS")

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from jaxremat.answer.planned import _of_whole_steps
+from jaxremat.chips.target import load_target
 from jaxremat.cli.run import main
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.steps import Steps
 from jaxremat.trial.lines import from_row
-from jaxremat.xla.target import load_target
 from tests.mesh_runs import make_run
 from tests.planner_formula import LAYERS, Xla, layer_at
 

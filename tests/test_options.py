@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
+from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.target import in_pool, load_target
 from jaxremat.cli import explain
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.run import main
@@ -26,12 +28,10 @@ from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options, remat_limit
 from jaxremat.xla.refusal import explained
 from jaxremat.xla.results import SIZE
-from jaxremat.xla.target import in_pool, load_target
 from tests.helpers import TRAIN
 from tests.page_data import data_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxremat.machine.process import Ended
+from jaxremat.system.process import Ended
 from jaxremat.trial.queue import Queue, SweepTrial, run_trial
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.store import Store
@@ -201,7 +201,7 @@ with Workers({COMMAND!r}) as workers:
 
 @pytest.mark.full
 def test_a_process_whose_parent_is_gone_already_does_not_begin(tmp_path):
-    from jaxremat.machine.process import _GUARD
+    from jaxremat.system.process import _GUARD
 
     touched = tmp_path / "touched"
     guarded = [sys.executable, "-c", _GUARD, "1", sys.executable, "-c", f"open({str(touched)!r}, 'w')"]

@@ -19,6 +19,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
+from jaxremat.chips.target import load_target
 from jaxremat.errors import JaxrematError, TargetError, UsageError
 from jaxremat.mesh.axes import parse_mesh
 from jaxremat.session.distributed import (
@@ -32,7 +33,6 @@ from jaxremat.session.distributed import (
 )
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.request import check_run
-from jaxremat.xla.target import load_target
 from tests.helpers import QUICK_FLAGS
 from tests.made_up_records import trial
 from tests.rejections import flags_of

@@ -18,6 +18,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 from jaxremat.answer.workload_estimate import estimate_workload
+from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig
 from jaxremat.model.decoder_workload import DecoderFactory, decoder_workload
 from jaxremat.model.flops import forward_matmul_flops, model_flops
@@ -32,7 +33,6 @@ from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import ExecutedFlops, count_step_flops, executed_flops
 from jaxremat.xla.recomputed import saved_and_recomputed
-from jaxremat.xla.target import Target
 from tests.decoder_flops import flops_without_recompute, forward_attention_flops
 from tests.helpers import BATCH, GPT, LLAMA, SEQ, TRAIN, UNROLLED, compiled
 

@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from jaxremat.answer.savings import Saving
+from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
+from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags
-from jaxremat.machine.checks import Row
-from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.report import doctor
+from jaxremat.report.doctor import Row
 from jaxremat.report.meshes import mesh_sentence
 from jaxremat.report.page import PageInput, write_page
 from jaxremat.report.plan import plan_sentences
@@ -53,7 +54,6 @@ from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.recommendation import recommendation
 from jaxremat.trial.record import Record, SuggestionRecord
 from jaxremat.xla.step_facts import Finding, Recomputed, SavedAndRecomputed, SavedValues
-from jaxremat.xla.target import Target, load_target
 from tests.browser import Shown, missing_piece, start_browser
 from tests.made_up_records import GIB, NO_BYTES, explained, measured, plan, record, search, step, unmeasured
 from tests.memory_maps import scanned

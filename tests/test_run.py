@@ -21,6 +21,8 @@ import pytest
 from rich.console import Console
 
 from jaxremat import __version__
+from jaxremat.chips.installed import version_of
+from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
@@ -32,8 +34,6 @@ from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
-from jaxremat.xla.gpu import bundled_names
-from jaxremat.xla.installed import version_of
 from tests.helpers import WORKSPACE
 from tests.made_up_records import trial
 

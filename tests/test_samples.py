@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxremat
+from jaxremat.chips.target import load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape
@@ -20,7 +21,6 @@ from jaxremat.step.step import abstract_args, init_state, make_step, step_shardi
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import GivenFactory, factory_of
 from jaxremat.workload.samples import LeafSamples
-from jaxremat.xla.target import load_target
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 

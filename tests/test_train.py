@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.train import TrainRunFlags, batch_to_train, check_train, main, run_lines, trials_to_train
 from jaxremat.config import Optimizer, TrainConfig
@@ -40,7 +41,6 @@ from jaxremat.training.run_folder import RunConfig, RunFolder, config_of, differ
 from jaxremat.trial.record import TrialRecord
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.load import load_factory
-from jaxremat.xla.target import load_target
 from tests.equality import assert_same_bits
 from tests.made_up_records import trial
 from tests.trainings import error_of, losses, own_flags, trained

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.train import TrainRunFlags, batch_to_train, check_train, main, trials_to_train, with_default_batch
 from jaxremat.session.answers import policy_of
@@ -13,7 +14,6 @@ from jaxremat.session.session import Session
 from jaxremat.training.metrics import read_metrics
 from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan
-from jaxremat.xla.target import load_target
 from tests.arguments import once
 
 pytestmark = pytest.mark.any_jax

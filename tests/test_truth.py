@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxremat.machine.nvml import Gpu, GpuProcess, Reading
-from jaxremat.machine.outside import Outside, outside, reading_or_none
+from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
+from jaxremat.chips.nvidia.outside import Outside, outside, reading_or_none
 from jaxremat.report.printer import Printer, Report
 from jaxremat.trial.lines import from_row, to_json
 from jaxremat.trial.ranks import rank_correlation, rank_records

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxremat
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.config import MOST, ModelConfig, TrainConfig
 from jaxremat.errors import UsageError, UserCodeError
@@ -21,7 +22,6 @@ from jaxremat.model.weights import load_safetensors
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
 from jaxremat.workload.user_code import user_code
-from jaxremat.xla.target import load_target
 
 WHOLE = [
     (config, field.name)

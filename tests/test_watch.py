@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 
+from jaxremat.chips.nvidia import nvml
+from jaxremat.chips.nvidia.nvml import GpuProcess, read_gpus
 from jaxremat.cli import watch
 from jaxremat.errors import DriverError, MissingDependencyError
-from jaxremat.machine import nvml
-from jaxremat.machine.nvml import GpuProcess, read_gpus
 from tests.fake_nvml import environment, fresh_fake
 from tests.rejections import rejected
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxremat
+from jaxremat.chips.target import load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import parse
@@ -19,7 +20,6 @@ from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_s
 from jaxremat.trial.trials import Trials
 from jaxremat.workload import workload as workload_module
 from jaxremat.workload.factory import GivenFactory, factory_of
-from jaxremat.xla.target import load_target
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 

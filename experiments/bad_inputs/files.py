@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bad_inputs.case import OK, USAGE, Case, in_fork_of, kind
-from jaxremat.xla.gpu import bundled_names, load_gpu
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
 
 _CONFIGS = Path(__file__).parent.parent.parent / "examples/configs"
 #: Values of JSON that no key takes, and some that only look odd.

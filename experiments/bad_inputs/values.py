@@ -7,10 +7,10 @@ from pathlib import Path
 from experiments.bad_inputs.case import OK, USAGE, Case, kind
 from experiments.bad_inputs.contradictions import OWN
 from experiments.bad_inputs.flags import NO_NAMES
+from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.mesh.axes import AXES
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, FORMS
-from jaxremat.xla.gpu import bundled_names
 from jaxremat.xla.options import PRESETS as XLA_PRESETS
 
 #: Numbers of a size where a whole number from 1 up is needed.

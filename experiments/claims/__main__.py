@@ -20,10 +20,10 @@ from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
 from experiments.claims.steps import DEFAULTS, TARGETS, measured
 from experiments.common import RESULTS, Row, where, write
+from jaxremat.chips.installed import versions
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.system.files import write_whole
-from jaxremat.xla.installed import versions
 
 PAGE, FILED = Path(__file__).parent.parent.parent / "docs/claims.md", RESULTS / "claims"
 #: By step, what was found of it.

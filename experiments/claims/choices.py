@@ -7,11 +7,11 @@ from pathlib import Path
 from experiments.claims.claim import LAYOUTS, Found, Picture, case_of, claim, gib_of, layout_of, ms_of, series, times_none
 from experiments.claims.steps import LINKS, LLAMA, POLICIES, grid, step
 from experiments.common import Row, only, percent, span, where
+from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import preset
 from jaxremat.search.buckets import Bucketed, granularity, make_buckets
 from jaxremat.search.histogram import read_histogram
-from jaxremat.xla.calibration import load_calibration
 
 
 @claim(

@@ -20,6 +20,7 @@ from experiments.common import Row
 from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.records import answer_largest
+from jaxremat.chips.target import load_target
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import JaxrematError
 from jaxremat.model.attention import choose_attention
@@ -35,7 +36,6 @@ from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.flops import executed_flops
-from jaxremat.xla.target import load_target
 
 #: The GPUs that steps are compiled for. Claims name their steps for the first.
 TARGETS = ("h100-80gb", "h200")

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
+from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
@@ -27,10 +29,8 @@ from jaxremat.policy.stack import scan_layers
 from jaxremat.policy.state import is_linen
 from jaxremat.trial.budget import budget_on
 from jaxremat.units import gib, parse_bytes
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.refusal import cudnn_refusals_explained
-from jaxremat.xla.target import Target, load_target
 
 if TYPE_CHECKING:
     import flax.linen as nn

@@ -13,13 +13,14 @@ from typing import Any
 
 from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import ALONE, Share
+from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.target import Target
 from jaxremat.errors import TargetError
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
 from jaxremat.planner.steps import Cost
-from jaxremat.xla.clock import DeviceSpeed, predict_step_time
+from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.target import Target
 from jaxremat.xla.without import total_without
 
 #: Bytes below which a host transfer takes as long as an empty one would.

@@ -23,15 +23,14 @@ from typing import Any
 import jax
 
 from jaxremat.answer.layer_share import ALONE, Lies, Share
+from jaxremat.chips.speed import DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_policy import FUSED_ATTENTION
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten, written_name
 from jaxremat.policy.tree import combine, is_float, partition
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.flops import equation_flops
-from jaxremat.xla.kernels import KernelClass
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})

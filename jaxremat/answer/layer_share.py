@@ -7,8 +7,8 @@ It also gives the exposed seconds of a gathered kernel.
     lies.num_bytes(number)                 # bytes of a value on one device
 
 A value that is made of parameters alone, such as a converted kernel, is divided as its parameter is, until a sharding constraint
-says otherwise. Everything else that a layer makes is divided evenly over the devices that share a batch: those along the axis `tensor`, or all of a
-mesh that the workload has brought.
+says otherwise. Everything else that a layer makes is divided evenly over the devices that share a batch: those along the axis
+`tensor`, or all of a mesh that the workload has brought.
 
 On 8 devices, the float32 kernel [4096, 14336] takes 28 MiB of each, and 14 MiB once it is converted to bfloat16. Gathered, it
 takes 112 MiB.
@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
-from jaxremat.xla.clock import DeviceSpeed
 from jaxremat.xla.collectives import Collective, collective_seconds
 from jaxremat.xla.flops import equation_flops
 

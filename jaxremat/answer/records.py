@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxremat.answer.planned import OnCompile, Planned, plan_run
+from jaxremat.chips.installed import versions
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
@@ -24,7 +25,6 @@ from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.installed import versions
 
 Emit = Callable[[Record], None]
 

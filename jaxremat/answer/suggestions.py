@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jaxremat.chips.installed import versions
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.search.batch import largest_batch
 from jaxremat.trial.record import SuggestionRecord, TrialRecord
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.installed import versions
 
 #: The policies to try, from the one that saves the most to the one that saves the least.
 _THRIFTIER: tuple[Policy, ...] = (Rule("none"), Rule("dots", True), NOTHING, Every("sqrt", NOTHING))

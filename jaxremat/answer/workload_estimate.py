@@ -15,6 +15,7 @@ import jax
 
 from jaxremat.answer.layer_estimate import estimate_function
 from jaxremat.answer.layer_share import ALONE, Parts, Share
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
@@ -22,7 +23,6 @@ from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
 from jaxremat.policy.spec import Names, Policy
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.clock import DeviceSpeed
 
 
 def estimate_workload(

@@ -10,16 +10,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeVar
 
+from jaxremat.chips.nvidia.gpu import nvidia_driver, target_name
+from jaxremat.cli.machine.blame import blamed
+from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.parser import parse_argv
 from jaxremat.errors import JaxrematError
-from jaxremat.machine.blame import blamed
-from jaxremat.machine.variables import check_xla_flags
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.session.flags import COMMON_FLAGS, StepFlags
 from jaxremat.session.request import Request, StepFlagsT
 from jaxremat.system.files import check_apart, named_files
 from jaxremat.system.interrupt import EXIT_CODE, remembered
-from jaxremat.xla.gpu import nvidia_driver, target_name
 
 FlagsT = TypeVar("FlagsT")
 #: The commands, each with what it answers.

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxremat.cli.command import flags_command
+from jaxremat.cli.machine.checks import run_checks
+from jaxremat.cli.machine.facts import PROBE_LIMIT_S, Facts, collect
 from jaxremat.errors import bad_value
-from jaxremat.machine.checks import Row, run_checks
-from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, collect
+from jaxremat.report.doctor import Row
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
 
     Each is printed as soon as its step is compiled.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
     from jaxremat.trial.explain import explain
-    from jaxremat.xla.target import load_target
 
     flags = request.flags
     if flags.fresh:

@@ -15,6 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.installed import check_aot_wheels, versions
+from jaxremat.chips.nvidia.gpu import attached_models, load_gpu, target_name
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
 from jaxremat.errors import UsageError, alone, both, reject
@@ -29,8 +31,6 @@ from jaxremat.trial.store import content_key
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.source import find_source, is_spec
 from jaxremat.workload.source import source_hash as source_hash_of_user
-from jaxremat.xla.gpu import attached_models, load_gpu, target_name
-from jaxremat.xla.installed import check_aot_wheels, versions
 from jaxremat.xla.options import PRESETS
 
 PACKAGE = Path(__file__).parent.parent

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.output import say_notes
 from jaxremat.errors import bad_value, both, reject
-from jaxremat.machine.variables import check_xla_flags
 from jaxremat.session.flags import RecommendFlags, SweepFlags
 from jaxremat.session.session import note
 from jaxremat.xla.results import ignore_older_results

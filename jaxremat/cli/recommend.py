@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxremat.chips.installed import check_aot_wheels
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
@@ -29,8 +31,6 @@ from jaxremat.system.files import cache_folder, check_outputs, named_by
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
 from jaxremat.trial.record import Record
-from jaxremat.xla.gpu import bundled_names, load_gpu
-from jaxremat.xla.installed import check_aot_wheels
 
 if TYPE_CHECKING:
     from jaxremat.trial.store import Store

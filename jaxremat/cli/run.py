@@ -33,12 +33,12 @@ from jaxremat.trial.plan_file import save_plan
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
     from jaxremat.session.answers import Answering
     from jaxremat.trial.comparisons import LengthsRecord
-    from jaxremat.xla.target import Target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,10 +70,10 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
 
     The first of several processes prints.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.report.plot import check_plot, plot_frontier
     from jaxremat.session.answers import Listener
     from jaxremat.xla.compile import dump_target
-    from jaxremat.xla.target import load_target
 
     flags = request.flags
     if flags.plot:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from jaxremat.chips.nvidia.gpu import DEFAULT_DEVICELESS, nvidia_driver
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import ModelConfig, Objective, divisors
@@ -35,15 +36,14 @@ from jaxremat.system.files import check_outputs
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.plan_file import PlanFile, load_plan, plan_text
 from jaxremat.trial.record import PlanRecord
-from jaxremat.xla.gpu import DEFAULT_DEVICELESS, nvidia_driver
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
     from jaxremat.training.loop import Schedule
     from jaxremat.training.run_folder import RunFolder
     from jaxremat.trial.trials import Trials
-    from jaxremat.xla.target import Target
 
 #: Settings of the training step in place of `TrainConfig`'s, where no flag gives them. They are for runs from the beginning.
 DEFAULTS: dict[str, Any] = {"warmup_steps": 20, "clip_norm": 1.0}
@@ -169,12 +169,12 @@ def train(request: Request[TrainRunFlags]) -> int:
 def _train(
     request: Request[TrainRunFlags], place: Place, folder: "RunFolder | None", report: "Report", progress: "Progress"
 ) -> int:
+    from jaxremat.chips.target import load_target
     from jaxremat.report.training import TrainingPrinter
     from jaxremat.session.answers import policy_of
     from jaxremat.training import loop
     from jaxremat.training.run_folder import config_of
     from jaxremat.trial.row import About, row_of
-    from jaxremat.xla.target import load_target
 
     flags = request.flags
     say = note if place.is_first else lambda text: None
@@ -259,9 +259,9 @@ def planned_now(
     Raises:
         DoesNotFitError: no step fits the budget.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.session.answers import Listener, answer_policy
-    from jaxremat.xla.target import load_target
 
     attention = None if target.kind == "attached" else AttentionChoice("xla", "the steps run on a CPU")
     gpu = target if target.kind == "attached" else load_target(DEFAULT_DEVICELESS, request.mesh)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxremat.chips.nvidia.nvml import Reading, nvml_session
 from jaxremat.cli.command import flags_command
 from jaxremat.errors import DriverError, bad_value
-from jaxremat.machine.nvml import Reading, nvml_session
 
 if TYPE_CHECKING:
     from rich.console import Console

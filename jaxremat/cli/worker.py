@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
+from jaxremat.chips.nvidia.outside import reading_or_none
 from jaxremat.cli.command import set_up_process
+from jaxremat.cli.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.errors import CompileError, JaxrematError, UsageError
-from jaxremat.machine.blame import OUT_OF_HOST_MEMORY
-from jaxremat.machine.outside import reading_or_none
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import ModelFlags, RunFlags, TrainFlags
@@ -66,9 +66,9 @@ def _answer(request: Request) -> Result:
     A search on an attached GPU is confirmed by runs of its batches. If --budget was given, the search isn't confirmed,
     because the budget isn't the device's.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.session.answers import Listener, answer_policy
     from jaxremat.session.meshes import choose_mesh
-    from jaxremat.xla.target import load_target
 
     listener = Listener((records := list[Record]()).append, progress=_show, note=note)
     if request.meshes:
@@ -100,10 +100,10 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
 
     The step is run even if it shouldn't fit.
     """
+    from jaxremat.chips.target import load_target
     from jaxremat.config import TrainConfig
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.policy.grammar import parse
-    from jaxremat.xla.target import load_target
 
     before = reading_or_none() if request.flags.target != "cpu" else None
     attention = AttentionChoice(trial.attention, "") if trial.attention else None

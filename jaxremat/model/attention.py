@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxremat.chips.target import Target, load_target
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import traced_target
 from jaxremat.policy.offload import traces_for_gpu
 from jaxremat.policy.program import Equation, bind_equation, eval_program, flatten
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.target import Target, load_target
 
 #: How far up and down a length that cuDNN runs is looked for.
 _FAR = 64

@@ -5,17 +5,29 @@ The line of one GPU in a pipe: `12:30:05 GPU 0: used 1.50 GiB, free 78.50 GiB, p
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxremat.machine.checks import Row
-from jaxremat.machine.nvml import Gpu, Reading
+from jaxremat.chips.nvidia.nvml import Gpu, Reading
 from jaxremat.report.table import gib_number, list_table
 from jaxremat.units import gib
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+State = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one check found; `remedy` is what to type."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
 
 
 def doctor_table(rows: Sequence[Row]) -> Table:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import ALIASES, GRAMMAR
 from jaxremat.report.table import list_table, number
 from jaxremat.units import gib
-from jaxremat.xla.gpu import bundled_names, load_gpu
 
 if TYPE_CHECKING:
     from jaxremat.mesh.sharding import ParamSharding

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from jaxremat.units import gib
 
-#: The share of a device's memory that JAX's allocator takes by default.
-MEM_FRACTION = 0.75
 #: How much of a GPU's memory lies outside of the pool that a step's bytes are in, on a mesh. Nothing here measured it.
 RESERVE_NEEDED = "unknown: NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for NCCL alone"
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxremat.answer.planned import OnCompile, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
+from jaxremat.chips.installed import versions
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
@@ -22,7 +23,6 @@ from jaxremat.trial.record import Record, TrialRecord
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib
-from jaxremat.xla.installed import versions
 from jaxremat.xla.options import with_preset
 
 if TYPE_CHECKING:

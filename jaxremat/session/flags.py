@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
+from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.policy.grammar import GRAMMAR
 from jaxremat.search.batch import MAX_BATCH
-from jaxremat.search.budget import MEM_FRACTION
 from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.session.fields import converted, whole_numbers
 from jaxremat.units import parse_bytes

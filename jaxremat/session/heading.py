@@ -77,14 +77,14 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
 
 
 def _batch_sentence(trials: "Trials", batch: int | None) -> str:
-    """What a batch is on a mesh that the workload has brought, such as `batch     what ... takes: 2 is 16 samples on all 8 devices`."""
-    name, workload = trials.factory.name, trials.workload_at(batch)
+    """What a batch is on a mesh that the workload has brought."""
+    name, number = trials.factory.name, batch or trials.workload_at().num_samples
     if not trials.factory.has_free_batch:
         return f"batch     the one that {name} has, on all devices"
-    if workload.step is not None or not (samples := workload.leading_samples):
-        return f"batch     what {name} makes of its keyword batch"
-    batch = batch or workload.num_samples
-    return f"batch     what {name} makes of its keyword batch: {batch} is {samples} samples on all devices"
+    rows = trials.factory.rows_at(number) if number else None
+    return f"batch     what {name} makes of its keyword batch" + (
+        f": {number} is {rows} samples on all devices" if rows else ""
+    )
 
 
 def _state_sentence(trials: "Trials", batch: int | None) -> str:

@@ -44,10 +44,10 @@ def choose_mesh(request: Request[Any], requested: RequestedPolicy, listener: Lis
         TargetError: the speed of the target, or of the links between its devices, isn't known.
     """
     from jaxremat.answer.mesh_race import compare_meshes
+    from jaxremat.chips.installed import versions
+    from jaxremat.chips.target import load_target
     from jaxremat.report.progress import compile_text
     from jaxremat.trial.comparisons import MeshChoiceRecord
-    from jaxremat.xla.installed import versions
-    from jaxremat.xla.target import load_target
 
     request, flags = replace(request, policies=(requested,)), request.flags
     obstacles = {mesh: _obstacle(request, requested, mesh) for mesh in request.meshes}
@@ -144,7 +144,7 @@ def _entrant(first: Session, requested: RequestedPolicy, mesh: MeshShape, obstac
         TargetError: the speed of the target, or of the links between its devices, isn't known.
     """
     from jaxremat.answer.mesh_race import Entrant
-    from jaxremat.xla.target import load_target
+    from jaxremat.chips.target import load_target
 
     if obstacle:
         return Entrant(mesh, left_out=obstacle)

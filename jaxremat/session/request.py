@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.config import Layout, ModelConfig, TrainConfig, check, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MeshShape, parse_mesh
@@ -27,7 +28,6 @@ from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.source import find_source, is_spec
-from jaxremat.xla.gpu import load_gpu
 from jaxremat.xla.options import PRESETS
 
 #: The most steps that are measured.

@@ -42,12 +42,12 @@ from jaxremat.units import parse_bytes
 from jaxremat.workload.given import GivenModel
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-    from jaxremat.xla.target import Target
 
 #: The flags that a session's own arguments and methods stand for.
 _NOT_OPTIONS = ("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
@@ -98,7 +98,7 @@ class Session:
         budget: int | str | None = None,
         **options: Any,
     ) -> None:
-        from jaxremat.xla.target import load_target
+        from jaxremat.chips.target import load_target
 
         named: dict[str, Any] = {}
         if isinstance(model, str | Path):
@@ -117,8 +117,9 @@ class Session:
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        on = _in_job(request, load_target(target, request.mesh))
+        on = load_target(target, request.mesh)
         if not named:
+            on = _in_job(request, on)
             factory = _factory_of(model, name, flags.layers, on)
         opened = Session.of(request, on, factory=factory)
         vars(self).update(vars(opened), _given=given)
@@ -290,7 +291,7 @@ def note(text: str) -> None:
 
 def _in_job(request: Request[Any], target: "Target") -> "Target":
     """The target as XLA has it in the job, for --xla-remat."""
-    from jaxremat.xla.target import in_pool
+    from jaxremat.chips.target import in_pool
 
     return in_pool(target, _budget(request, target)[0].pool_bytes) if request.flags.xla_remat else target
 

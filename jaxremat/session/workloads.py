@@ -15,10 +15,10 @@ from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Frontier, Request, RequestedPolicy, uneven_groups
 
 if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
     from jaxremat.model.attention import AttentionChoice
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-    from jaxremat.xla.target import Target
 
 #: Fields of the training step that --optimizer's optimizers read, and a workload's own doesn't.
 OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "clip_norm", "weight_decay")
@@ -59,10 +59,9 @@ def named_factory(request: Request[Any]) -> "WorkloadFactory":
     The decoder's has XLA's attention.
     """
     if not isinstance(request.model, ModelConfig):
+        from jaxremat.chips.target import load_target
         from jaxremat.mesh.sharding import abstract_mesh
         from jaxremat.workload.factory import given_factory
-
-        from jaxremat.xla.target import load_target
 
         mesh = abstract_mesh(request.mesh) if request.mesh else None
         return given_factory(request.model, mesh, devices=lambda: load_target(request.flags.target, request.mesh).devices)

@@ -102,7 +102,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         _check_whole_step(workload, train, policy)
         step = workload.step
         if _is_jitted(step) and workload.donate_argnums != ():  # which the workload says of it, and not jax.jit
-            step = functools.wraps(step)(lambda *args: workload.step(*args))
+            step = _plain(step)
         return with_objects(step) if has_objects(workload.args) else step
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
@@ -164,6 +164,17 @@ def _is_jitted(step: Step) -> bool:
     return hasattr(step, "trace")
 
 
+def _plain(jitted: Step) -> Step:
+    """A jitted function as one that JAX may jit once more."""
+
+    @functools.wraps(jitted, updated=())
+    def step(*args: Any) -> Any:
+        return jitted(*args)
+
+    return step
+
+
+@functools.lru_cache(maxsize=4)
 def _as_jitted(workload: Workload) -> tuple[Any, ...]:
     """The shapes of a jitted step's arguments on the workload's own mesh.
 
@@ -176,7 +187,7 @@ def _as_jitted(workload: Workload) -> tuple[Any, ...]:
         return workload.abstract_args
     with tracing_on(workload.mesh, is_own=True):
         without = tree.unflatten([leaf if has else leaf.update(sharding=None) for leaf, has in zip(own, given, strict=True)])
-        jaxpr = jax.make_jaxpr(workload.step)(*without).jaxpr
+        jaxpr = jax.make_jaxpr(_plain(workload.step))(*without).jaxpr
     inside = next(eqn for eqn in jaxpr.eqns if "in_shardings" in eqn.params)
     by_var = dict(zip(inside.invars, inside.params["in_shardings"], strict=True))
     found = [by_var.get(var) for var in jaxpr.invars]
@@ -191,8 +202,7 @@ def _as_jitted(workload: Workload) -> tuple[Any, ...]:
 def step_shardings(mesh: jax.sharding.Mesh, workload: Workload, train: TrainConfig) -> tuple[tuple[Any, ...], Any]:
     """The shardings of the step's state and batch, and of its results, on a mesh.
 
-    The arguments of a whole step bring their own shardings, and XLA chooses those of its results (None). A step that is jitted with
-    `in_shardings` has those of its arguments there.
+    The arguments of a whole step bring their own shardings, or its `in_shardings` do. XLA chooses those of its results (None).
     """
     if workload.step is not None:
         return batch_shardings(mesh, abstract_args(workload, train), [None] * len(jax.tree.leaves(workload.args))), None

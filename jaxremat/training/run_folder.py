@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
+from jaxremat.chips.installed import versions
 from jaxremat.errors import UsageError
 from jaxremat.system.files import named_by, parse_json, write_whole
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.installed import versions
 
 #: How the random keys follow from the seed (`step/step.py`). A run of other keys has other losses from its next step on.
 KEYS = "fold_in(key(seed), purpose)"

@@ -6,9 +6,10 @@ budget, warning = budget_on(load_target("h100-80gb"))
 budget.terms                                            # "0.75 x 79.11 GiB of device memory"
 """
 
-from jaxremat.search.budget import MEM_FRACTION, Budget, make_budget
-from jaxremat.xla.installed import versions
-from jaxremat.xla.target import Target
+from jaxremat.chips.chip import MEM_FRACTION
+from jaxremat.chips.installed import versions
+from jaxremat.chips.target import Target
+from jaxremat.search.budget import Budget, make_budget
 
 
 def budget_on(

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxremat.machine.nvml import Reading
-from jaxremat.machine.outside import Outside, outside_now
+from jaxremat.chips.nvidia.nvml import Reading
+from jaxremat.chips.nvidia.outside import Outside, outside_now
 from jaxremat.step.inputs import placed
 from jaxremat.trial.details import AllocatorBytes
 from jaxremat.workload.user_code import output_to_stderr

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxremat.chips.installed import versions
 from jaxremat.errors import JaxrematError
 from jaxremat.trial.confirm import Processes, confirmed, measured_all
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, Outcome, Record, TrialRecord, picked
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Result, Task
 from jaxremat.trial.workers import Child, Workers
-from jaxremat.xla.installed import versions
 from jaxremat.xla.options import with_preset
 
 _TICK_S = 0.25

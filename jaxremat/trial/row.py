@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxremat.chips.installed import versions
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.spec import Policy
 from jaxremat.search.budget import RESERVE_NEEDED
@@ -16,7 +17,6 @@ from jaxremat.trial.record import TrialRecord, is_out_of_memory, picked
 from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
-from jaxremat.xla.installed import versions
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 from jaxremat.xla.recomputed import saved_and_recomputed

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import jax
 
+from jaxremat.chips.nvidia.nvml import Reading
+from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError
-from jaxremat.machine.nvml import Reading
 from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -41,7 +42,6 @@ from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import preset_options
-from jaxremat.xla.target import Target
 
 
 @dataclass
@@ -173,7 +173,9 @@ class Trials:
         """
         workload = self.workload_of(batch)
         if workload.step is None:
-            return workload.num_samples if workload.mesh is None else workload.leading_samples or batch
+            return self.factory.rows_at(batch) or workload.num_samples
+        if self.factory.has_free_batch and (rows := self.factory.rows_at(batch)):
+            return rows
         return batch * self.num_members if self.factory.has_free_batch else None
 
     def global_batch_at(self, batch: int) -> int:

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError
-from jaxremat.machine.process import Child, Deadline, Ended, Processes, signal_name
 from jaxremat.system.files import OTHER_TMPDIR, named_by
+from jaxremat.system.process import Child, Deadline, Ended, Processes, signal_name
 from jaxremat.trial.lines import in_words
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.task import SHARED_FOLDER, Result, Task, read_result
@@ -31,7 +31,7 @@ _TAIL_LINES = 12
 class Workers(contextlib.AbstractContextManager["Workers"]):
     """The processes of one command's trials, as a context that kills what still runs.
 
-    All calls come from one thread, which must live as long as the processes (`machine/process.py`).
+    All calls come from one thread, which must live as long as the processes (`system/process.py`).
 
     Args:
         command: the program, which gets the paths of its task and its result.

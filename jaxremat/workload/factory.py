@@ -26,7 +26,7 @@ from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.samples import Growth, growth
+from jaxremat.workload.samples import Growth, growth, samples_of_one
 from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
@@ -66,6 +66,10 @@ class WorkloadFactory(abc.ABC):
     def batch_unit(self) -> int:
         """The workload can be made at the multiples of this batch."""
         return 1
+
+    def rows_at(self, batch: int) -> int | None:
+        """The samples at a batch on a mesh that the workload has brought. None where nobody can count them."""
+        return None
 
     @abc.abstractmethod
     def at(self, batch: int | None, train: TrainConfig) -> Workload:
@@ -199,6 +203,15 @@ class GivenFactory(WorkloadFactory):
         leaves, dims = jax.tree.leaves(_what_grows(made)), self._growth[0].dims
         units = [unit for leaf, of in zip(leaves, dims, strict=True) for unit in _units(leaf, of)]
         return math.lcm(*units)
+
+    def rows_at(self, batch: int) -> int | None:
+        if (made := self._made(batch)).mesh is None:
+            return None
+        shapes = _what_grows(made)
+        counted = self._growth[0].samples(batch, shapes) if self.has_free_batch else samples_of_one(shapes)
+        leaves = zip(jax.tree.leaves(shapes), counted.leaves, strict=True)
+        sizes = {leaf.shape[of.axis] for leaf, of in leaves if of.axis is not None}
+        return next(iter(sizes)) if len(sizes) == 1 else None
 
     def on(self, mesh: AnyMesh | None) -> Self:
         return replace(self, mesh=mesh)

@@ -127,7 +127,7 @@ def with_trace(
     It then is compiled as that one, with its own shardings and its own donation.
     """
     if hasattr(function, "trace"):
-        vars(wrapped)["trace"] = wrap(vars(function).get("trace") or function.trace)  # pyright: ignore[reportFunctionMemberAccess]
+        vars(wrapped)["trace"] = wrap(function.trace)  # pyright: ignore[reportFunctionMemberAccess]
     return wrapped
 
 

@@ -87,10 +87,10 @@ class Workload:
         joined_microbatches: whether several microbatches come joined along the axis of samples, `[accumulate x batch, ...]`. By
             default they are stacked on a new first axis, `[accumulate, batch, ...]`. An array that doesn't grow with the batch
             comes once in either case.
-        mesh: a mesh of its own, with any axes, over the devices that the workload's function gets by its keyword `devices`. Arrays
-            lie on it by their own `NamedSharding`, and those without one are replicated. What the optimizer has of a parameter
-            lies as the parameter does. The functions are traced as under `jax.set_mesh(mesh)`, and the batch is that of all
-            devices. Without it `--mesh` makes a mesh.
+        mesh: a mesh of its own, with any axes, over the devices that the workload's function gets by its keyword `devices`. An
+            array lies on it by its own `NamedSharding`, and is replicated without one. What the optimizer has of a parameter lies
+            as the parameter does. The functions are traced as under `jax.set_mesh(mesh)`, and the batch is that of all devices.
+            Without it `--mesh` makes a mesh.
         samples: how the arrays of the batch count samples (`jaxremat.workload.samples`). The factory of a function with the
             keyword `batch` fills it in.
 
@@ -195,11 +195,6 @@ class Workload:
         None for a workload that is a step, and where nobody can count them.
         """
         return None if self.loss is None else self.counted.number
-
-    @property
-    def leading_samples(self) -> int | None:
-        """The leading axis on which the arrays of the batch agree, such as the samples of all devices. None where they don't."""
-        return samples_of_one(self.abstract_batch).number
 
     @functools.cached_property
     def counted(self) -> Samples:

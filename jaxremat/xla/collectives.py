@@ -18,6 +18,7 @@ from typing import Literal, cast, get_args
 
 import numpy as np
 
+from jaxremat.chips.speed import Links
 from jaxremat.xla.hlo import Computation, Instruction
 
 CollectiveKind = Literal[
@@ -54,29 +55,6 @@ class Collective:
     kind: CollectiveKind
     num_bytes: int
     groups: Groups
-
-
-@dataclass(frozen=True)
-class Links:
-    """What connects the devices of a mesh.
-
-    Attributes:
-        num_devices: Devices in all. Those with neighbouring numbers are on one node.
-        devices_of_node: Devices of one node.
-        node_bytes_per_s: Bytes that a device sends to others of its node in a second.
-        network_bytes_per_s: Bytes that a device sends to other nodes in a second. None if that isn't known.
-        order: For each device in the order of the program's, its number. Empty where both are the same.
-    """
-
-    num_devices: int
-    devices_of_node: int
-    node_bytes_per_s: float
-    network_bytes_per_s: float | None
-    order: tuple[int, ...] = ()
-
-    def node_of(self, device: int) -> int:
-        """The node of a device of the program."""
-        return (self.order[device] if self.order else device) // self.devices_of_node
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxprs_in_params
 
+from jaxremat.chips.nvidia.gpu import MOST_MEMORY
+from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import batch_shardings, given_sharding, tracing_for, tracing_on
@@ -38,14 +40,12 @@ from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
 from jaxremat.xla.exchanges import Exchange, exchanges
-from jaxremat.xla.gpu import MOST_MEMORY
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting
 from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
-from jaxremat.xla.target import Target, in_pool, load_target
 from jaxremat.xla.traced import offloads_in_loop
 
 
@@ -213,7 +213,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
     Nothing public shows them, and JAX takes no inner function's.
     """
     try:
-        jax.make_jaxpr(jitted)(*structs)
+        jax.make_jaxpr(lambda *args: jitted(*args))(*structs)
     except Exception:  # a ValueError for such options; whatever else it is, the result is then not stored
         return True
     return False

@@ -8,33 +8,13 @@ kernel has a class, by which `jaxremat.xla.clock` predicts its time.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
+from jaxremat.chips.speed import KernelClass
 from jaxremat.xla.collectives import Collective, collective_of, is_collective
 from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, is_matmul
 from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.traffic import Traffic, traffic_of
 
-KernelClass = Literal[
-    "matmul",
-    "small matmul",
-    "thin matmul",
-    "library call on slices",
-    "attention",
-    "convolution",
-    "row reduction",
-    "column reduction",
-    "transpose",
-    "elementwise",
-    "copy",
-    "slice update",
-    "dynamic slice",
-    "gather and scatter",
-    "concatenate",
-    "host copy",
-    "collective",
-]
-CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 #: Elements of the tile of a matmul's product that one multiprocessor computes, 128 x 256 (cuBLAS on an H100).
 TILE = 128 * 256
 #: A product of fewer tiles leaves multiprocessors idle: an A100 has 108 of them, an H100 132.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
@@ -42,7 +43,6 @@ from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.target import Target, in_pool, load_target
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.

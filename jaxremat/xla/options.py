@@ -13,13 +13,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from jaxremat.chips.installed import version_of
 from jaxremat.policy.offload import DISABLED, PASS, REMAT
 from jaxremat.system.files import named_by
-from jaxremat.xla.installed import version_of
 from jaxremat.xla.memory import CompiledMemory
 
 if TYPE_CHECKING:
-    from jaxremat.xla.target import Target
+    from jaxremat.chips.target import Target
 
 #: The kernels that run a step's matmuls: those that the autotuner chose on the device, cuBLAS, or Triton fusions with
 #: default tiles.

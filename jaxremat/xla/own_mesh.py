@@ -10,6 +10,7 @@ What an axis divides follows from the shardings of the workload's arrays: `OwnAx
 from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxremat.chips.target import Target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import OwnAxes
@@ -17,7 +18,6 @@ from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.step.step import arguments_on_mesh
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.categories import role_of
-from jaxremat.xla.target import Target
 
 
 def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target:

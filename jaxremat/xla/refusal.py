@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxremat.chips.target import Target
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError
 from jaxremat.system.files import OTHER_TMPDIR, free_bytes
 from jaxremat.xla.origin import plain_scope
-from jaxremat.xla.target import Target
 
 #: Files that XLA may fail to find, and the wheel that contains each.
 _WHEELS = (

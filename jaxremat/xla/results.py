@@ -34,15 +34,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.chips.installed import AOT_WHEELS, version_of
 from jaxremat.errors import UsageError
 from jaxremat.system.files import cache_folder, write_whole
 from jaxremat.units import parse_bytes
 from jaxremat.xla.dump import OUTSIDE, Dump
-from jaxremat.xla.installed import AOT_WHEELS, version_of
 from jaxremat.xla.memory import CompiledMemory
 
 if TYPE_CHECKING:
-    from jaxremat.xla.target import Target
+    from jaxremat.chips.target import Target
 
 #: The variable of the environment with the most bytes that the store may take, such as `500MiB`. `0` turns the store off.
 SIZE = "JAXREMAT_COMPILED_SIZE"

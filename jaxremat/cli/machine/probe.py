@@ -1,6 +1,6 @@
 """A child process that tries out what might crash, hang or print.
 
-Its command is `python -m jaxremat.machine.probe deviceless`, or `attached`.
+Its command is `python -m jaxremat.cli.machine.probe deviceless`, or `attached`.
 
 It prints a line of JSON after each step, so that a crash shows how far it got:
 
@@ -58,8 +58,8 @@ def _deviceless() -> None:
             _print_step("cudnn", loaded=cudnn.cudnn_get_version(), needed=cudnn.cudnn_build_version())
         except Exception:
             continue
+    from jaxremat.chips.nvidia.gpu import bundled_names
     from jaxremat.xla.compile import lower_and_compile
-    from jaxremat.xla.gpu import bundled_names
 
     matrix = jax.ShapeDtypeStruct((128, 128), "bfloat16")
     for name in bundled_names():
@@ -71,7 +71,7 @@ def _attached() -> None:
     _import()
     import jax
 
-    from jaxremat.xla.target import load_target
+    from jaxremat.chips.target import load_target
 
     def see() -> None:
         target = load_target("gpu")

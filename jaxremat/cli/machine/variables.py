@@ -11,12 +11,13 @@ References:
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from jaxremat.chips.nvidia.nvml import gpu_order
+from jaxremat.cli.machine.facts import PROBE_LIMIT_S, Facts, last_words
 from jaxremat.errors import UsageError
-from jaxremat.machine.facts import PROBE_LIMIT_S, Facts, last_words
-from jaxremat.machine.process import Deadline, run_until
+from jaxremat.system.process import Deadline, run_until
 from jaxremat.xla.results import SIZE, is_size
 
 MEM_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -26,22 +27,6 @@ _ALLOCATORS = ("default", "platform", "bfc", "cuda_async", "vmm", "address")
 
 State = Literal["note", "problem"]
 Found = tuple[State, str, str]
-
-
-def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
-    """The numbers of the cards that CUDA shows, in its order.
-
-    They are all cards where CUDA_VISIBLE_DEVICES has no numbers.
-    """
-    value = environment.get("CUDA_VISIBLE_DEVICES")
-    if value is None or re.search(r"[a-zA-Z]", value):
-        return list(range(num_gpus))
-    order = []
-    for part in value.split(","):
-        if not part.strip().isdigit() or int(part) >= num_gpus:
-            break  # CUDA leaves out this one, which doesn't exist, and all that follow
-        order.append(int(part))
-    return order
 
 
 def _on(value: str, facts: Facts) -> bool:

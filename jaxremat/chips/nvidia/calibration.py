@@ -7,7 +7,7 @@ such as `sm_90` for the H100's, and `default`, which is the mean of them, for al
 import tomllib
 from pathlib import Path
 
-from jaxremat.xla.clock import Calibration
+from jaxremat.chips.speed import Calibration
 
 FILE = Path(__file__).parent / "calibration.toml"
 

@@ -16,15 +16,14 @@ from typing import Any, Literal
 import jax
 from jax.experimental import topologies
 
+from jaxremat.chips.chip import MEM_FRACTION
+from jaxremat.chips.installed import check_aot_wheels
+from jaxremat.chips.nvidia.calibration import load_calibration
+from jaxremat.chips.nvidia.gpu import DEFAULT_DEVICELESS, GpuDescription, gpu_of_kind, load_gpu, nvidia_driver
+from jaxremat.chips.speed import DeviceSpeed, Links
 from jaxremat.errors import TargetError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, MeshShape
 from jaxremat.mesh.sharding import make_mesh, replicated
-from jaxremat.search.budget import MEM_FRACTION
-from jaxremat.xla.calibration import load_calibration
-from jaxremat.xla.clock import DeviceSpeed
-from jaxremat.xla.collectives import Links
-from jaxremat.xla.gpu import DEFAULT_DEVICELESS, GpuDescription, gpu_of_kind, load_gpu, nvidia_driver
-from jaxremat.xla.installed import check_aot_wheels
 
 _ONE_OF_SEVERAL = "; if this process is one of several, --distributed or --coordinator says so"
 

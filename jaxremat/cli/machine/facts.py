@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.installed import PACKAGES, version_of
+from jaxremat.chips.nvidia.gpu import nvidia_driver
+from jaxremat.chips.nvidia.nvml import Reading, read_gpus
 from jaxremat.errors import DriverError, MissingDependencyError
-from jaxremat.machine.nvml import Reading, read_gpus
-from jaxremat.machine.process import Deadline, run_until, signal_name
-from jaxremat.xla.gpu import nvidia_driver
-from jaxremat.xla.installed import PACKAGES, version_of
+from jaxremat.system.process import Deadline, run_until, signal_name
 
 MORE_PACKAGES = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu12", "nvidia-nvvm", "nvidia-ml-py", "scipy")
 #: The files that XLA looks for in the wheels, by what they are: globs below the folder `nvidia`.
@@ -127,7 +127,7 @@ def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float
 
 def try_out(kind: str, limit_s: float) -> Probed:
     """Runs the probe of that kind in a child process, which is killed after `limit_s` seconds."""
-    command = [sys.executable, "-m", "jaxremat.machine.probe", kind]
+    command = [sys.executable, "-m", "jaxremat.cli.machine.probe", kind]
     child = run_until(Deadline(limit_s), command, {**_CHILD_ENVIRONMENT[kind], **os.environ})
     if child.code is None:
         end = f"it didn't finish in {limit_s:g} s"

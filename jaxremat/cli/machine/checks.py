@@ -10,29 +10,17 @@ neither.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
 
-from jaxremat.machine.facts import Facts
-from jaxremat.machine.nvml import Gpu
-from jaxremat.machine.variables import MEM_FRACTION, check_variables, gpu_order, split_advice
+from jaxremat.chips.nvidia.nvml import Gpu, gpu_order
+from jaxremat.cli.machine.facts import Facts
+from jaxremat.cli.machine.variables import MEM_FRACTION, check_variables, split_advice
+from jaxremat.report.doctor import Row, State
 from jaxremat.units import gib
 
-State = Literal["ok", "note", "problem"]
 #: JAX's allocator takes this share of the card by default (xla/pjrt/plugin/xla_gpu/xla_gpu_allocator_config.h).
 DEFAULT_SHARE = 0.75
 _AOT = 'pip install "jaxremat[aot]"'
 SHOW_LOG = "python -m jaxremat.run --model tiny --batch 1 -v  # with JAX's own log"
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one check found; `remedy` is what to type."""
-
-    name: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 def run_checks(facts: Facts) -> list[Row]:

@@ -13,13 +13,14 @@ References:
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.nvidia.gpu import nvidia_driver
 from jaxremat.errors import DriverError, MissingDependencyError
-from jaxremat.xla.gpu import nvidia_driver
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,22 @@ def read_gpus(nvml: Any = None) -> Reading:
     """
     with nvml_session(nvml) as read:
         return read()
+
+
+def gpu_order(environment: Mapping[str, str], num_gpus: int) -> list[int]:
+    """The numbers of the cards that CUDA shows, in its order.
+
+    They are all cards where CUDA_VISIBLE_DEVICES has no numbers.
+    """
+    value = environment.get("CUDA_VISIBLE_DEVICES")
+    if value is None or re.search(r"[a-zA-Z]", value):
+        return list(range(num_gpus))
+    order = []
+    for part in value.split(","):
+        if not part.strip().isdigit() or int(part) >= num_gpus:
+            break  # CUDA leaves out this one, which doesn't exist, and all that follow
+        order.append(int(part))
+    return order
 
 
 @contextlib.contextmanager

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxremat.chips.nvidia.nvml import Gpu, Reading, gpu_order, read_gpus
 from jaxremat.errors import DriverError, MissingDependencyError
-from jaxremat.machine.nvml import Gpu, Reading, read_gpus
-from jaxremat.machine.variables import gpu_order
 
 
 @dataclass(frozen=True)

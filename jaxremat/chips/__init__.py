@@ -1,0 +1,1 @@
+"""Chips: what XLA is told of each one, and what its programs say."""

@@ -1,0 +1,1 @@
+"""NVIDIA's GPUs: attached, and those that aren't here."""

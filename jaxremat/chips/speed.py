@@ -1,0 +1,137 @@
+"""The rates of a device as data: peaks, the shares that kernels reach, and links.
+
+A `DeviceSpeed` is what the predicted seconds of a step are computed from (`jaxremat/xla/clock.py`), whatever the chip is.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+#: The classes of kernels. How near a kernel comes to the peaks depends on its class.
+KernelClass = Literal[
+    "matmul",
+    "small matmul",
+    "thin matmul",
+    "library call on slices",
+    "attention",
+    "convolution",
+    "row reduction",
+    "column reduction",
+    "transpose",
+    "elementwise",
+    "copy",
+    "slice update",
+    "dynamic slice",
+    "gather and scatter",
+    "concatenate",
+    "host copy",
+    "collective",
+]
+CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
+#: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
+Shares = tuple[tuple[KernelClass, float], ...]
+#: How much longer real steps on several GPUs take than predicted, as shares of the predicted time: the least and the most over
+#: published steps. `python -m experiments.published` compares them.
+SEVERAL_GPUS = (-0.06, 0.36)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects the devices of a mesh.
+
+    Attributes:
+        num_devices: Devices in all. Those with neighbouring numbers are on one node.
+        devices_of_node: Devices of one node.
+        node_bytes_per_s: Bytes that a device sends to others of its node in a second.
+        network_bytes_per_s: Bytes that a device sends to other nodes in a second. None if that isn't known.
+        order: For each device in the order of the program's, its number. Empty where both are the same.
+    """
+
+    num_devices: int
+    devices_of_node: int
+    node_bytes_per_s: float
+    network_bytes_per_s: float | None
+    order: tuple[int, ...] = ()
+
+    def node_of(self, device: int) -> int:
+        """The node of a device of the program."""
+        return (self.order[device] if self.order else device) // self.devices_of_node
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How near real kernels come to the peak rates of a device.
+
+    Attributes:
+        flops_share: Share of the peak FLOP/s that large kernels of a class reach, 0 to 1. A class that isn't here reaches
+            that of `matmul`.
+        bandwidth_share: Share of the bandwidth that kernels of a class reach, 0 to 1. A class that isn't here reaches that
+            of `elementwise`.
+        launch_s: Seconds that each kernel's launch adds.
+        threads_per_clock: Threads that a multiprocessor finishes in each clock cycle, where each writes elements into a
+            slice of a larger buffer.
+        elements_per_thread: Elements that one such thread writes.
+        error: How far a prediction may be off, as a share of it. It is the largest error of a class when one profile's shares
+            predict another profile, over the classes with more than 2 % of the time of both.
+        source: What the shares were fitted to.
+    """
+
+    flops_share: Shares
+    bandwidth_share: Shares
+    launch_s: float
+    threads_per_clock: float
+    elements_per_thread: int
+    error: float
+    source: str
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """The peak rates of a device, and the shares of them that real kernels reach.
+
+    Attributes:
+        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls. Matmuls in f8 are predicted at this rate too.
+        f32_flops: Peak FLOP/s of dense f32 matmuls. On NVIDIA GPUs this is the TF32 rate, since TF32 is XLA's default.
+        bandwidth_bytes_per_s: Bandwidth of device memory.
+        host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
+        clocks_per_s: Clock cycles of all multiprocessors together in a second.
+        calibration: The shares.
+        links: What connects several devices. None for one device.
+    """
+
+    bf16_flops: float
+    f32_flops: float
+    bandwidth_bytes_per_s: float
+    host_link_bytes_per_s: float
+    clocks_per_s: float
+    calibration: Calibration
+    links: Links | None = None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """How much longer a real step may take: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+
+        The shares are of the predicted time. It is no bound. For one device it is the error of the kernels' times, and for
+        several that of published steps.
+        """
+        if self.links and self.links.num_devices > 1:
+            return SEVERAL_GPUS
+        return -self.calibration.error, self.calibration.error
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds that each kernel's launch adds."""
+        return self.calibration.launch_s
+
+    def peak_flops(self, dtype: str) -> float:
+        """The peak FLOP/s of matmuls of the type `dtype`, such as `bf16`."""
+        return self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
+
+    def flops_per_s(self, dtype: str, kernel_class: KernelClass = "matmul") -> float:
+        """The FLOP/s that kernels of a class reach with elements of type `dtype`, such as `bf16`."""
+        shares = dict(self.calibration.flops_share)
+        return self.peak_flops(dtype) * shares.get(kernel_class, shares["matmul"])
+
+    def bytes_per_s(self, kernel_class: KernelClass = "elementwise") -> float:
+        """The bytes of device memory that kernels of a class move in a second."""
+        shares = dict(self.calibration.bandwidth_share)
+        return self.bandwidth_bytes_per_s * shares.get(kernel_class, shares["elementwise"])
