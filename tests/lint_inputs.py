@@ -123,6 +123,7 @@ def made_up() -> dict[str, LintInput]:
         "dropout-masks": replace(sound, memory_map=memory(dropped)),
         "saved-and-recomputed": replace(sound, module=program(("SECOND", AGAIN)), memory_map=memory(saved)),
         "logits-largest": replace(sound, memory_map=memory(logits)),
+        "constraints-elsewhere": replace(sound, num_elsewhere=2),
         "more-than-its-share": replace(mesh, traced=sound.traced),
         "lies-whole": replace(mesh, arguments=(leaf, replace(leaf, axes=frozenset(), device_bytes=MIB))),
         "axis-divides-nothing": replace(mesh, mesh=MeshShape(fsdp=4, tensor=2)),

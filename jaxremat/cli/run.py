@@ -221,6 +221,7 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.
     """
+    from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
     from jaxremat.session.workloads import named_factory
@@ -242,13 +243,14 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
         )
     seq_len = factory.facts(request.train).seq_len
     sequence = "" if seq_len is None else f", sequence {seq_len}"
+    mesh = mesh if workload.mesh is None else OwnAxes(tuple(workload.mesh.shape.items()))
     title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
     found = factory.layers_at(batch if factory.has_free_batch else None, request.train)
     if found and (len(found.kinds) > 1 or any(kind.others for kind in found.kinds)):
         counts = found.values()
     else:
         counts = {value: n * factory.num_layers() for value, n in Counter(values).items()}
-    return lists.names(title, counts, mesh.tensor if mesh else 1)
+    return lists.names(title, counts, mesh.num_devices // mesh.num_members if mesh else 1)
 
 
 def optimizers_listing(request: Request[RunFlags]) -> "Listing":
@@ -277,19 +279,25 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: there is no mesh, or the model is a whole step.
     """
+    from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
     from jaxremat.session.workloads import named_factory
 
-    if request.mesh is None:
+    factory = named_factory(request)
+    workload = factory.at(None, request.train)
+    if request.mesh is None and workload.mesh is None:
         raise UsageError(
             "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
         )
-    factory = named_factory(request)
-    workload = factory.at(None, request.train)
     if workload.step is not None:
         raise UsageError(
             f"{factory.name} is a whole step, whose arguments only its author divides", next_step="give its loss"
         )
-    found = param_shardings(abstract_mesh(request.mesh), workload.abstract_params, workload.logical_axes)
-    return lists.shardings(f"parameters of {factory.name} on the mesh {request.mesh}", found)
+    if workload.mesh is None:
+        assert request.mesh is not None, "one of the two was given"
+        mesh, axes = abstract_mesh(request.mesh), request.mesh
+    else:
+        mesh, axes = workload.mesh, OwnAxes(tuple(workload.mesh.shape.items()))
+    found = param_shardings(mesh, workload.abstract_params, workload.logical_axes)
+    return lists.shardings(f"parameters of {factory.name} on the mesh {axes}", found)

@@ -184,6 +184,12 @@ def _larger_than_one(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
+def _divides(mesh: AnyMesh, part: Any) -> str | tuple[str, ...] | None:
+    """The axes of an entry of a `PartitionSpec` that divide a dimension."""
+    named = (part,) if isinstance(part, str) else part if isinstance(part, tuple) else ()
+    return _one_or_several(axes) if (axes := _larger_than_one(mesh, named)) else None
+
+
 def _one_or_several(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
@@ -265,7 +271,7 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
     for path, leaf in jax.tree.leaves_with_path(params):
         axes = axes_of(path, leaf.shape) if axes_of else None
         sharding = param_sharding(mesh, leaf, axes)
-        divided = tuple(sharding.spec) + (None,) * (leaf.ndim - len(sharding.spec))
+        divided = tuple(_divides(mesh, part) for part in sharding.spec) + (None,) * (leaf.ndim - len(sharding.spec))
         num_bytes = leaf.size * leaf.dtype.itemsize
         found.append(
             ParamSharding(
@@ -391,7 +397,8 @@ def given_sharding(mesh: AnyMesh, leaf: Any) -> NamedSharding | None:
             )
         if size % math.prod(mesh.shape[axis] for axis in axes):
             raise UsageError(
-                f"an array {list(leaf.shape)} has a sharding that divides {size} over {' and '.join(axes)}",
+                f"an array {list(leaf.shape)} has a sharding that divides {size} over "
+                + " and ".join(_larger_than_one(mesh, axes)),
                 allowed=f"a dimension that {math.prod(mesh.shape[axis] for axis in axes)} divides",
                 next_step="a mesh with another size of that axis, or None for that dimension",
             )

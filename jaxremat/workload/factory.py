@@ -357,7 +357,7 @@ def given_factory(
     given: GivenModel,
     mesh: AnyMesh | None = None,
     target: Any = None,
-    devices: Callable[[], Sequence[Any]] = lambda: (),
+    devices: Callable[[], Sequence[Any]] | None = None,
 ) -> GivenFactory:
     """The factory of what --model names. The user's code is imported here.
 

@@ -62,7 +62,6 @@ class Factory:
             --model-arg doesn't give it.
         default_batch: the default of that keyword. None where the batch isn't free or the keyword has no number as default.
         arguments: the function's keywords that --model-arg gives.
-        takes_devices: whether it makes a mesh of its own: it comes from a function with a keyword `devices`.
     """
 
     name: str
@@ -70,9 +69,13 @@ class Factory:
     default_batch: int | None
     arguments: Mapping[str, Any]
     _made_from: "Any | Workload" = field(repr=False)
-    _devices: Callable[[], Sequence[Any]] = field(default=lambda: (), repr=False)
-    takes_devices: bool = False
+    _devices: Callable[[], Sequence[Any]] | None = field(default=None, repr=False)
     _made: dict[int | None, "Workload"] = field(default_factory=dict, repr=False)
+
+    @property
+    def takes_devices(self) -> bool:
+        """Whether it makes a mesh of its own: it comes from a function with a keyword `devices`, and gets them."""
+        return self._devices is not None
 
     def __call__(self, batch: int | None = None) -> "Workload":
         """The workload at `batch`.
@@ -109,16 +112,16 @@ class Factory:
         if batch not in self._made:
             for other in [other for other in self._made if other != self.default_batch]:
                 del self._made[other]  # it may hold arrays
-            found = self._made_from
+            found, devices = self._made_from, []
             if not isinstance(found, Workload):
                 arguments = {**self.arguments, **({} if batch is None else {"batch": batch})}
-                devices = [*self._devices()] if self.takes_devices else []
-                arguments |= {"devices": devices} if self.takes_devices else {}
+                devices = [*self._devices()] if self._devices else []
+                arguments |= {"devices": devices} if devices else {}
                 with user_code(f"the call of {self.name}"):
                     found = found(**arguments)
             if not isinstance(found, Workload):
                 raise _wrong_return(self.name, found)
-            if self.takes_devices and len(devices) > 1 and found.mesh is None:
+            if len(devices) > 1 and found.mesh is None:
                 raise UsageError(
                     f"{self.name} took {len(devices)} devices and returned a workload without a mesh",
                     next_step="return jaxremat.Workload(..., mesh=mesh), or take no keyword devices and have --mesh make a mesh",
@@ -128,7 +131,7 @@ class Factory:
 
 
 def load_factory(
-    text: str, words: Sequence[str] = (), seq_len: int | None = None, devices: Callable[[], Sequence[Any]] = lambda: ()
+    text: str, words: Sequence[str] = (), seq_len: int | None = None, devices: Callable[[], Sequence[Any]] | None = None
 ) -> Factory:
     """Imports the user's code that --model names, and checks that it makes a workload.
 
@@ -136,7 +139,7 @@ def load_factory(
         text: `path.py:attribute` or `package.module:attribute`.
         words: what the --model-arg flags gave, each `key=value`.
         seq_len: what --seq-len gave, for the function's keyword `seq_len`. None if the flag wasn't given.
-        devices: the target's devices, for the function's keyword `devices`.
+        devices: gives the target's devices, for the function's keyword `devices`. None leaves that to the function.
 
     Raises:
         UsageError: there is no such file, module or attribute, or the attribute can't be called with these arguments.
@@ -160,7 +163,7 @@ def load_factory(
     batch = _check_arguments(signature, arguments, source)
     default = batch.default if batch and type(batch.default) is int else None
     takes_devices = "devices" not in arguments and takes_devices_of(signature)
-    return Factory(source.name, batch is not None, default, arguments, found, devices, takes_devices)
+    return Factory(source.name, batch is not None, default, arguments, found, devices if takes_devices else None)
 
 
 def takes_devices_of(signature: inspect.Signature) -> bool:

@@ -39,6 +39,7 @@ from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
+from jaxremat.xla.elsewhere import constraints_elsewhere, devices_elsewhere, other_shardings, without_constraints
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
@@ -64,6 +65,7 @@ class Compilation:
         mesh: the devices that the program runs on. The memory is that of one of them.
         disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
+        num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped (`xla/elsewhere.py`).
     """
 
     memory: CompiledMemory
@@ -75,6 +77,7 @@ class Compilation:
     dump: Dump | None = None
     mesh: MeshAxes = ONE_DEVICE
     disabled_pass: str | None = None
+    num_elsewhere: int = 0
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -141,6 +144,7 @@ def lower_and_compile(
             argument is sharded.
 
     Raises:
+        UsageError: the program says that arrays lie on devices that aren't the target's.
         CompileError: XLA or cuDNN rejected the program. The message names the instruction and the reason. Or XLA compiled the
             program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: ptxas or cuDNN couldn't be loaded.
@@ -169,6 +173,10 @@ def lower_and_compile(
         ):
             traced = jitted.trace(*structs)
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
+            if elsewhere := constraints_elsewhere(traced.jaxpr, target):
+                as_written, traced = traced, without_constraints(function, traced, elsewhere).trace(*structs)
+            else:
+                as_written = traced
         _check_sizes(traced.jaxpr, target)
         offloads = target.platform == "cuda" and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
@@ -179,6 +187,12 @@ def lower_and_compile(
         compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
         result, compiled = compile_with(all_options)
     except JaxrematError:
+        raise
+    except ValueError as error:
+        if "incompatible devices" in str(error):
+            raise devices_elsewhere(target, str(error).partition(". ")[2] or str(error)) from error
+        if "does not match" in str(error) and "passed to" in str(error):
+            raise other_shardings(error) from error
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about cuDNN, are RuntimeErrors
         raise_if_interrupted()
@@ -192,10 +206,11 @@ def lower_and_compile(
         lower_s=lower_s,
         compile_s=result.compile_s,
         compiled=None if target.kind == "deviceless" else compiled,
-        jaxpr=traced.jaxpr,
+        jaxpr=as_written.jaxpr,
         dump=result.dump if keep_dump else None,
         mesh=target.mesh_shape,
         disabled_pass=PASS if misreads else None,
+        num_elsewhere=len(elsewhere),
     )
     if offloads and (wrong := misread(done.module)):
         raise CompileError(

@@ -144,6 +144,16 @@ def _under_policy(workload: Workload, policy: Policy | None) -> Workload:
 # Rules that need no dump.
 
 
+def _constraints_elsewhere(facts: LintInput) -> Iterator[Finding]:
+    if facts.num_elsewhere:
+        yield Finding(
+            "constraints-elsewhere",
+            f"{facts.num_elsewhere} sharding constraints lie on a device of this machine, and were dropped: the step is compiled "
+            "for one device elsewhere",
+            "a mesh of the target's devices, which a function gets by its keyword devices: Workload(..., mesh=mesh)",
+        )
+
+
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
     names, policy = sorted(facts.traced.names), facts.policy
     preset = {*policy.save, *policy.offload} if isinstance(policy, Names) and policy.alias else set()
@@ -375,6 +385,7 @@ RULES: dict[str, Rule] = {
     "dropout-masks": _dropout_masks,
     "saved-and-recomputed": _saved_and_recomputed,
     "logits-largest": _logits_largest,
+    "constraints-elsewhere": _constraints_elsewhere,
 }
 
 

@@ -53,6 +53,7 @@ class LintInput:
         mesh: the devices that the program runs on. The program and the memory are those of one of them.
         arguments: how the arguments lie on the mesh. Empty for one device.
         exchanges: what the collectives of the program exchange. Empty for one device.
+        num_elsewhere: constraints on a device of this machine, which were dropped.
         frames: the Python stacks of the instructions of a program for several devices.
     """
 
@@ -67,6 +68,7 @@ class LintInput:
     mesh: MeshAxes = ONE_DEVICE
     arguments: tuple[LeafOnMesh, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    num_elsewhere: int = 0
     frames: Frames = Frames({}, {})
 
     @functools.cached_property
@@ -106,6 +108,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
         traced=read_traced(compilation.jaxpr),
         jaxpr=compilation.jaxpr,
         mesh=mesh,
+        num_elsewhere=compilation.num_elsewhere,
         frames=parse_frames(compilation.hlo_text) if mesh.num_devices > 1 else Frames({}, {}),
         **known,
     )

@@ -1,0 +1,111 @@
+"""Sharding constraints on devices of this machine, in a program that is compiled for others.
+
+A loss may say by a mesh of `jax.devices()` how its arrays lie. A GPU that isn't here is no device of that mesh, and JAX rejects
+the program. For one device such constraints say nothing, and they are dropped:
+
+    dropped = constraints_elsewhere(traced.jaxpr, target)           # the constraints, in the order of the program
+    jitted = without_constraints(step, traced, dropped)             # the same step without them
+
+For several devices the remedy is a workload that makes its mesh of the target's devices (`Workload.mesh`).
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxremat.chips.target import Target
+from jaxremat.errors import UsageError
+from jaxremat.xla.traced import places
+
+
+def constraints_elsewhere(jaxpr: Any, target: Target) -> tuple[Any, ...]:
+    """The sharding constraints of a traced program that lie on a device that isn't the target's.
+
+    Raises:
+        UsageError: there are some, and they or the target have several devices.
+    """
+    found = []
+    for place in places(jaxpr.jaxpr):
+        if place.eqn.primitive.name == "sharding_constraint" and (others := _others(place.eqn.params["sharding"], target)):
+            found.append(place.eqn)
+            if len(others) > 1 or len(target.devices) > 1:
+                raise devices_elsewhere(target, f"with_sharding_constraint lies on {min(others, key=lambda one: one.id)}")
+    return tuple(found)
+
+
+def devices_elsewhere(target: Target, cause: str) -> UsageError:
+    """The error of a program that says that something lies on devices that aren't the target's."""
+    return UsageError(
+        f"the step is compiled for {len(target.devices)} x {target.name}, and it says that arrays lie on other devices",
+        allowed="shardings over the target's devices, or PartitionSpecs under --mesh",
+        cause=f"{cause}; jax.devices() and jax.make_mesh give the devices of this machine",
+        next_step="take the target's devices: def workload(batch: int = 8, devices=None), make the mesh of them, return "
+        "Workload(..., mesh=mesh), and give --devices 8",
+    )
+
+
+def other_shardings(error: Exception) -> UsageError:
+    """The error of a jitted step whose `in_shardings` aren't those of its arguments."""
+    return UsageError(
+        "the step is jitted with in_shardings, and they aren't the shardings of its arguments",
+        allowed="args with these shardings, or without any: Workload(step=..., args=..., mesh=mesh)",
+        cause=str(error).partition(", axis_types")[0][:300],
+        next_step="jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with a mesh of the devices that the "
+        "function gets",
+    )
+
+
+def _others(sharding: Any, target: Target) -> set[Any]:
+    """The devices of a sharding that aren't the target's.
+
+    One over the axes of a mesh without devices has none.
+    """
+    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh | None):
+        return set()
+    return {*sharding.device_set}.difference(target.devices)
+
+
+def without_constraints(function: Callable[..., Any], traced: Any, dropped: Collection[Any]) -> Any:
+    """The jitted function of a traced program without some of its constraints.
+
+    Args:
+        function: the function that was traced.
+        traced: what JAX traced of it, a `jax.stages.Traced`.
+        dropped: the constraints.
+    """
+    numbers = {id(eqn) for eqn in dropped}
+    closed = core.ClosedJaxpr(_without(traced.jaxpr.jaxpr, numbers), traced.jaxpr.consts)
+    results = jax.tree.structure(traced.out_info)
+
+    @functools.wraps(function, updated=())  # its name and its arguments are those that the program's scopes begin with
+    def same(*args: Any) -> Any:
+        return results.unflatten(core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+    return jax.jit(same, donate_argnums=traced.donate_argnums)
+
+
+def _without(value: Any, dropped: Collection[int]) -> Any:
+    """A jaxpr, or a parameter of an equation, without the equations of these ids, whose results are their operands."""
+    if isinstance(value, core.ClosedJaxpr):
+        return core.ClosedJaxpr(_without(value.jaxpr, dropped), value.consts)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_without(part, dropped) for part in value)
+    if not isinstance(value, core.Jaxpr):
+        return value
+    same: dict[Any, Any] = {}
+
+    def operand(var: Any) -> Any:
+        return var if isinstance(var, core.Literal) else same.get(var, var)
+
+    equations = []
+    for eqn in value.eqns:
+        invars = [operand(var) for var in eqn.invars]
+        if id(eqn) in dropped:
+            same[eqn.outvars[0]] = invars[0]
+        else:
+            params = {name: _without(param, dropped) for name, param in eqn.params.items()}
+            equations.append(eqn.replace(invars=invars, params=params))
+    return value.replace(eqns=equations, outvars=[operand(var) for var in value.outvars])
