@@ -4,14 +4,11 @@
 
 MaxText must be importable. A policy that its config can say is compiled by that config, so that every operation is MaxText's own.
 The step around the loss is made here, and does what MaxText's does: `tests/test_maxtext.py` compares their bytes.
-
-References:
-    https://github.com/AI-Hypercomputer/maxtext, `trainers/pre_train/train.py` and `train_compile.py`.
+Its sources are https://github.com/AI-Hypercomputer/maxtext, `trainers/pre_train/train.py` and `train_compile.py`.
 """
 
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -45,8 +42,7 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
         seq_len: `max_target_length`. None leaves the config's.
 
     Raises:
-        MissingDependencyError: MaxText, or what it imports, isn't installed.
-        UsageError: the config isn't valid.
+        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config.
     """
     import jax
 
@@ -73,10 +69,6 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
             return with_policy(own, policy)
         return _loss(_config((*words, *(line.replace(": ", "=") for line in lines)), batch, devices), mesh)
 
-    def as_config(policy: Any) -> tuple[str, ...] | None:
-        lines = config_lines(policy, places)
-        return lines and (f"per_device_batch_size: {batch}", *lines)
-
     return Workload(
         **about,
         loss=own,
@@ -84,7 +76,7 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
         batch={name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of_data) for name, leaf in shapes.items()},
         optimizer=_optimizer(config, mesh),
         loss_under=loss_under,
-        as_config=as_config,
+        as_config=lambda policy: (lines := config_lines(policy, places)) and (f"per_device_batch_size: {batch}", *lines),
     )
 
 
@@ -124,14 +116,13 @@ def _loss(config: Any, mesh: Any) -> Any:
 
 
 def _model(config: Any, mesh: Any) -> Any:
-    """The model: a module of Flax Linen, or the graph of one of NNX, which newer versions of MaxText have alone."""
+    """The model: a module of Flax Linen, or the graph of one of NNX."""
     from flax import nnx
 
-    trainer = _trainer()
     if not getattr(config, "pure_nnx", True):
-        quant = trainer.quantizations.configure_quantization(config)
-        return trainer.Transformer(config, mesh, quant=quant, model_mode=trainer.MODEL_MODE_TRAIN)
-    return nnx.split(trainer.model_creation_utils.create_nnx_abstract_model(config, mesh)[1])[0]
+        quant = _trainer().quantizations.configure_quantization(config)
+        return _trainer().Transformer(config, mesh, quant=quant, model_mode=_trainer().MODEL_MODE_TRAIN)
+    return nnx.split(_trainer().model_creation_utils.create_nnx_abstract_model(config, mesh)[1])[0]
 
 
 def _optimizer(config: Any, mesh: Any) -> Any:
@@ -157,7 +148,7 @@ def _optimizer(config: Any, mesh: Any) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def _state(words: tuple[str, ...], devices: tuple[Any, ...]) -> tuple[Any, Any, dict[str, str]]:
-    """What no batch changes: the mesh, the shapes of the training state, and where `custom` could place which tensor."""
+    """What no batch changes: the mesh, the training state's shapes, the tensors of `custom`."""
     config = _config(words, 1, devices)
     mesh = _trainer().maxtext_utils.get_mesh_from_config(config, devices)
     texts = {name: getattr(value, "value", value) for name, value in config.get_keys().items()}
@@ -168,7 +159,7 @@ def _state(words: tuple[str, ...], devices: tuple[Any, ...]) -> tuple[Any, Any, 
 
 @functools.lru_cache(maxsize=64)
 def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any:
-    """The config of a text. Raises UsageError where MaxText rejects it."""
+    """The config of a text."""
     (path, *given), pyconfig = words, _trainer().pyconfig
     folder = os.path.dirname(os.path.dirname(pyconfig.__file__))
     if not (file := next(filter(os.path.isfile, (path, f"{folder}/{path}", f"{folder}/configs/{path}")), "")):
@@ -196,15 +187,12 @@ def _rejected(error: Any) -> UsageError:
     for one in error.errors()[:1] if hasattr(error, "errors") else ():  # pydantic's
         said = f"{'.'.join(map(str, one['loc']))} is {one['input']!r}"[:200] + f": {one['msg']}"[:200]
         near = nearest(str(one["input"]), re.findall(r"'([^']+)'", one["msg"]))
-    return UsageError(
-        f"MaxText rejects --maxtext: {said}", next_step=near or "its configs/base.yml has the keys and their values"
-    )
+    return UsageError(f"MaxText rejects --maxtext: {said}", next_step=near or "its configs/base.yml has the keys")
 
 
 @functools.cache
 def _trainer() -> ModuleType:
-    """MaxText's module that compiles without a device. Raises MissingDependencyError where it can't be imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    """MaxText's module that compiles without a device."""
     try:
         return importlib.import_module("maxtext.trainers.pre_train.train_compile")
     except ImportError as error:

@@ -61,7 +61,7 @@ def estimate_workload(
 
 
 def _said(layer: LayerEstimate, as_config: Callable[[Policy], Any]) -> LayerEstimate:
-    """The estimate of a layer, in which a plan may choose only what the author's configuration can say."""
+    """The estimate, of which a plan may choose what the author's configuration can say."""
 
     def allows(policy: Policy) -> bool:
         return as_config(policy) is not None

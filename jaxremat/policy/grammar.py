@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from jaxremat.errors import UnknownPolicyError, nearest
 from jaxremat.policy.maxtext import CONTEXT, MAXTEXT_ALIASES, MLPWI_0, MLPWO, QUERY_PROJ
-from jaxremat.policy.spec import NONE, RULES, Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
+from jaxremat.policy.spec import NONE, OWN, RULES, Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ def parse(text: str) -> Policy:
     """
     if "|" in text or "*" in text.partition(":")[0]:
         return _mix(text)
+    if text.strip() == str(OWN):
+        return OWN
     head, *rest = _terms(text)
     verb, colon, argument = head.partition(":")
     if verb == "every" and colon:

@@ -63,7 +63,9 @@ MAXTEXT_ALIASES = {
 
 
 def config_lines(policy: "Policy", places: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The lines of a MaxText config that say a policy, such as `remat_policy: full`. None for a policy that it can't say.
+    """The lines of a MaxText config that say a policy, such as `remat_policy: full`.
+
+    None for a policy that it can't say.
 
     Args:
         policy: any policy.
@@ -87,7 +89,9 @@ def config_lines(policy: "Policy", places: Mapping[str, str]) -> tuple[str, ...]
 
 
 def config_words(text: str) -> tuple[str, ...]:
-    """The words of MaxText's command line: the path of a YAML file, `configs/base.yml` by default, and `key=value` each.
+    """The words of MaxText's command line.
+
+    They are the path of a YAML file, `configs/base.yml` by default, and `key=value` each.
 
     Raises:
         UsageError: a word is neither.
@@ -103,7 +107,9 @@ def config_words(text: str) -> tuple[str, ...]:
 
 
 def config_batch(words: Sequence[str]) -> int | None:
-    """The batch of a device that the words have, `per_device_batch_size=4`. None where they have none.
+    """The batch of a device that the words have, `per_device_batch_size=4`.
+
+    None where they have none.
 
     Raises:
         UsageError: it isn't a whole number.

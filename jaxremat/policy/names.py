@@ -20,7 +20,7 @@ from jax.extend import core
 
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.program import written_name
-from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy, Rule
+from jaxremat.policy.spec import Every, LayerPolicy, Mix, Names, OneIn, Policy
 from jaxremat.system.whose import is_users, package_folders
 
 #: Operations inside which a policy decides nothing. What is inside is recomputed whole, or isn't differentiated as written.
@@ -185,7 +185,7 @@ def resolve(policy: Policy, carried: set[str], authors: set[str] | None = None) 
 
 def resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | None = None) -> LayerPolicy:
     """`resolve` for a policy of one layer."""
-    if isinstance(policy, Rule):
+    if not isinstance(policy, Names):
         return policy
     known = replace(
         policy,

@@ -1,7 +1,7 @@
 """Policies: frozen descriptions of what the forward pass saves for the backward pass.
 
 A *residual* is a value that the forward pass saves for the backward pass. For each value JAX knows three decisions: save it,
-recompute it, or offload it to host memory. A policy is one of five frozen dataclasses. `str()` prints a policy as the text
+recompute it, or offload it to host memory. A policy is one of six frozen dataclasses. `str()` prints a policy as the text
 that `grammar.parse` reads:
 
     Rule("dots")                                    dots                      one rule for every value of a layer
@@ -11,8 +11,8 @@ that `grammar.parse` reads:
     Mix(((2, NOTHING), (1, Names(save=("a",)))))    2*nothing|1*save:a        2 layers by one policy, 1 by another, and again
 
 `Rule` and `Names` have a field `attention`, printed as `+attention`: fused attention's outputs are saved too, so that its
-kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs. The rule `own` leaves the
-loss as it is, with the checkpoints that its author wrote, which `none` takes away.
+kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs. `Own()`, printed as
+`own`, is the loss as its author wrote it.
 
 References:
     jax/_src/ad_checkpoint.py (`checkpoint_policies`); Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"
@@ -26,28 +26,16 @@ from typing import Literal, TypeAlias, get_args
 
 from jaxremat.errors import UnknownPolicyError
 
-RuleKind = Literal["none", "own", "everything", "nothing", "dots", "dots-no-batch"]
+RuleKind = Literal["none", "everything", "nothing", "dots", "dots-no-batch"]
 RULES: tuple[str, ...] = get_args(RuleKind)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule for every value of a layer; `attention` also saves fused attention's outputs.
-
-    Raises:
-        UnknownPolicyError: `own` with `attention`.
-    """
+    """One rule for every value of a layer; `attention` also saves fused attention's outputs."""
 
     kind: RuleKind
     attention: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind == "own" and self.attention:
-            raise UnknownPolicyError(
-                "policy 'own+attention' adds 'attention' to the policy of the author",
-                allowed="own alone, which leaves the loss as it is",
-                next_step="write own, or save the results of attention where the loss is written",
-            )
 
     def __str__(self) -> str:
         return self.kind + "+attention" * self.attention
@@ -55,7 +43,7 @@ class Rule:
     @property
     def is_none(self) -> bool:
         """Whether the layer stays unwrapped."""
-        return self.kind in ("none", "own")
+        return self.kind == "none"
 
 
 @dataclass(frozen=True)
@@ -87,7 +75,26 @@ class Names:
         return False
 
 
+@dataclass(frozen=True)
+class Own:
+    """The loss as its author wrote it, with the author's own checkpoints, which `none` takes away.
+
+    Where there is nothing but layers, they stay unwrapped.
+    """
+
+    attention = False
+
+    def __str__(self) -> str:
+        return "own"
+
+    @property
+    def is_none(self) -> bool:
+        """True: nothing is wrapped."""
+        return True
+
+
 LayerPolicy: TypeAlias = Rule | Names
+OWN = Own()
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,6 @@ class Every:
 
     k: int | Literal["sqrt"]
     inner: LayerPolicy = Rule("none")
-
-    def __post_init__(self) -> None:
-        if self.inner == Rule("own"):
-            raise UnknownPolicyError(
-                f"policy 'every:{self.k}+own' groups layers and leaves them as their author wrote them",
-                allowed="own alone, which leaves the loss as it is",
-                next_step=f"write own, or every:{self.k}",
-            )
 
     def __str__(self) -> str:
         return f"every:{self.k}" + (f"+{self.inner}" if self.inner != Rule("none") else "")
@@ -214,9 +213,8 @@ class Mix:
         return size
 
 
-Policy: TypeAlias = Rule | Names | Every | OneIn | Mix
+Policy: TypeAlias = Rule | Names | Every | OneIn | Mix | Own
 NONE = Rule("none")
-OWN = Rule("own")
 NOTHING = Rule("nothing")
 
 

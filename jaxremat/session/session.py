@@ -62,8 +62,8 @@ class Session:
 
     Args:
         model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, the text of
-            `--maxtext`, a `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword `devices` it makes a
-            mesh of its own over `devices=8`.
+            `--maxtext`, a `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword
+            `devices` it makes a mesh of its own over `devices=8`.
         target: as for `--target`, such as `h100-80gb`. None takes the attached GPU, or else `h100-80gb`.
         mesh: several devices, such as `fsdp=8`. None for one device.
         budget: bytes that a step may use, as a number or as text such as `40GiB`. None takes what the allocator has.
