@@ -36,7 +36,7 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
     """The training of a MaxText config.
 
     Args:
-        text: what goes on the command line of MaxText's trainer.
+        text: what MaxText's trainer takes on its command line.
         batch: `per_device_batch_size`.
         devices: the devices, over which MaxText makes its mesh. None takes the first one of this machine.
         seq_len: `max_target_length`. None leaves the config's.
@@ -83,9 +83,9 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
 def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """MaxText's train step as its trainer jits it, and the shapes of its arguments."""
     import jax
-    from flax.linen import partitioning
+    from flax import linen
 
-    trainer, rules = _trainer(), partitioning.axis_rules(config.logical_axis_rules)
+    trainer, rules = _trainer(), linen.logical_axis_rules(config.logical_axis_rules)
     args, _, shardings, _, model = trainer.get_shaped_inputs(mesh, config)
     of_params, shardings = trainer.sharding.maybe_update_params_sharding_with_opt(config, shardings)
     of_data, signature = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
@@ -99,13 +99,13 @@ def _loss(config: Any, mesh: Any) -> Any:
     """The loss of MaxText's trainer, with its checkpoints as the config has them."""
     import jax
     from flax import nnx
-    from flax.linen import partitioning
+    from flax import linen
 
     model, loss_fn, rules = _model(config, mesh), _trainer().train.loss_fn, config.logical_axis_rules
 
     def loss(params: Any, data: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         key = jax.random.wrap_key_data(jax.random.bits(key, (4,), "uint32"), impl="unsafe_rbg")  # as the trainer's keys
-        with partitioning.axis_rules(rules):
+        with linen.logical_axis_rules(rules):
             if isinstance(model, nnx.GraphDef):
                 value, aux = loss_fn(nnx.merge(model, params, copy=True), config, dict(data), None, None)
             else:
@@ -134,7 +134,7 @@ def _optimizer(config: Any, mesh: Any) -> Any:
     utils, norm, threshold = _trainer().maxtext_utils, _trainer().max_utils.l2norm_pytree, config.gradient_clipping_threshold
     model = _model(config, mesh) if config.opt_type == "muon" else None
     tx = _trainer().optimizers.get_optimizer(config, utils.create_learning_rate_schedule(config), model)
-    clip = optax.clip_by_global_norm(threshold) if threshold > 0 else optax.identity()
+    clip: Any = optax.clip_by_global_norm(threshold) if threshold > 0 else optax.identity()
 
     def update(raw: Any, state: Any, params: Any = None) -> Any:
         raw = jax.tree.map(lambda leaf: leaf.astype(config.grad_dtype) if leaf.dtype == jnp.float32 else leaf, raw)
@@ -143,7 +143,7 @@ def _optimizer(config: Any, mesh: Any) -> Any:
         norms = [norm(tree) for tree in (grads, raw, optax.apply_updates(params, updates))]
         return updates, (inner, jnp.stack(norms).astype(jnp.float32))
 
-    return optax.GradientTransformation(lambda params: (tx.init(params), jnp.zeros(3)), update)
+    return optax.GradientTransformation(lambda params: (tx.init(params), jnp.zeros(3)), update)  # pyright: ignore
 
 
 @functools.lru_cache(maxsize=4)

@@ -91,8 +91,9 @@ def test_names_are_the_custom_policy():
 def test_lines_say_the_whole_policy(saved):
     """The config's places with the lines of a policy are the places of the policy."""
     names = dict(zip(("context", "mlpwo", "query_proj"), saved, strict=True))
-    policy = Names(*(tuple(name for name, place in names.items() if place == where) for where in ("device", "offload")))
-    lines = config_lines(policy, PLACES)
+    save, offload = (tuple(name for name, place in names.items() if place == where) for where in ("device", "offload"))
+    lines = config_lines(Names(save, offload), PLACES)
+    assert lines is not None
     said = PLACES | dict(line.split(": ") for line in lines[1:])
     assert said == {"decoder_layer_input": "device", "out_proj": "remat"} | names
 
@@ -119,9 +120,7 @@ def test_under_own_the_loss_is_the_authors():
     def loss(params, batch):
         return (params * batch).sum()
 
-    workload = jaxremat.Workload(
-        loss=loss, params=jax.numpy.ones(2), batch=jax.numpy.ones(2), loss_under=lambda policy: None
-    )
+    workload = jaxremat.Workload(loss=loss, params=jax.numpy.ones(2), batch=jax.numpy.ones(2), loss_under=lambda policy: max)
     assert workload.loss_with(OWN) is loss
     assert jaxremat.with_policy(loss, "own") is loss
 
@@ -165,6 +164,7 @@ def session(more="", **options):
 
 def bytes_of(answer):
     (trial,) = answer.trials
+    assert trial.total_bytes is not None
     return trial.total_bytes
 
 
@@ -173,13 +173,13 @@ def bytes_of_train_step(more, batch, devices=1):
     from jaxremat import maxtext
 
     def workload(devices=None):
-        config = maxtext._config(config_words(f"{TINY} {more}"), batch, tuple(devices))
-        mesh = maxtext._state(config_words(f"{TINY} {more}"), tuple(devices))[0]
+        config = maxtext._config(config_words(f"{TINY} {more}"), batch, tuple(devices or ()))
+        mesh = maxtext._state(config_words(f"{TINY} {more}"), tuple(devices or ()))[0]
         step, args = maxtext.train_step(config, mesh)
         return jaxremat.Workload(step=step, args=args, donate_argnums=0, mesh=mesh)
 
-    options = {"devices": devices} if devices > 1 else {}
-    return bytes_of(jaxremat.Session(workload, target="h100-80gb", **options).compile("own", 1))
+    num_devices = devices if devices > 1 else None
+    return bytes_of(jaxremat.Session(workload, target="h100-80gb", devices=num_devices).compile("own", 1))
 
 
 @has_maxtext
@@ -217,6 +217,7 @@ def test_the_lines_of_a_plan_have_its_bytes(layers):
     one = session(f"scan_layers={layers}")
     least, most = (bytes_of(one.compile(policy, 8)) for policy in ("full", "minimal"))
     planned = session(f"scan_layers={layers}", budget=(least + most) // 2).plan(batch=8).plan
+    assert planned is not None
     assert planned.as_config[:2] == ("per_device_batch_size: 8", "remat_policy: custom")
     words = " ".join(line.replace(": ", "=") for line in planned.as_config[1:])
     assert planned.total_bytes == pytest.approx(bytes_of_train_step(f"scan_layers={layers} {words}", 8), abs=4096)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxremat.policy.spec import LayerPolicy, Names
+from jaxremat.policy.spec import LayerPolicy, Names, Rule
 
 #: The primitive of cuDNN attention (jax/_src/cudnn/fused_attention_stablehlo.py). Beside the output it
 #: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
@@ -41,6 +41,7 @@ def _jax_callable(policy: LayerPolicy) -> Callable[..., Any]:
             offload_src="device",
             offload_dst="pinned_host",
         )
+    assert isinstance(policy, Rule), "own is no wrapper, as none isn't"
     return {
         "everything": jax_policies.everything_saveable,
         "nothing": jax_policies.nothing_saveable,

@@ -93,7 +93,7 @@ class Own:
         return True
 
 
-LayerPolicy: TypeAlias = Rule | Names
+LayerPolicy: TypeAlias = Rule | Names | Own
 OWN = Own()
 
 
