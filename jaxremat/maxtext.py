@@ -98,8 +98,7 @@ def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 def _loss(config: Any, mesh: Any) -> Any:
     """The loss of MaxText's trainer, with its checkpoints as the config has them."""
     import jax
-    from flax import nnx
-    from flax import linen
+    from flax import linen, nnx
 
     model, loss_fn, rules = _model(config, mesh), _trainer().train.loss_fn, config.logical_axis_rules
 

@@ -120,7 +120,8 @@ def test_under_own_the_loss_is_the_authors():
     def loss(params, batch):
         return (params * batch).sum()
 
-    workload = jaxremat.Workload(loss=loss, params=jax.numpy.ones(2), batch=jax.numpy.ones(2), loss_under=lambda policy: max)
+    two = jax.ShapeDtypeStruct((2,), "float32")
+    workload = jaxremat.Workload(loss=loss, params=two, batch=two, loss_under=lambda policy: max)
     assert workload.loss_with(OWN) is loss
     assert jaxremat.with_policy(loss, "own") is loss
 
