@@ -17,8 +17,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units jax_private mesh chips config policy workload search planner step xla model trial answer training
-    report session cli
+    errors system units jax_private mesh chips config policy workload search planner step xla maxtext model trial answer
+    training report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name

@@ -237,6 +237,7 @@ class _Compiles:
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,
+            allows=layers.layer.allows,
             has_own_base=self.is_other and self.trials.target.mesh is not None,
         )
 

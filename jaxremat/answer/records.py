@@ -117,7 +117,7 @@ def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable
 
 
 def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch: int | None) -> PlanRecord:
-    trials = planned.trials
+    trials, as_config = planned.trials, planned.trials.workload_at(found.batch).as_config
     is_limited = max_batch is not None and found.batch == trials.batches(max_batch)[-1] != trials.global_batch
     return PlanRecord(
         model=trials.factory.name,
@@ -143,6 +143,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         more=found.more,
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
+        as_config=(as_config and as_config(found.policy)) or (),
         num_compiles=planned.num_compiles,
         config=config_of(trials, found.batch),
         versions=versions(),

@@ -7,8 +7,9 @@
 One kind of layers is planned as it is, and `num_layers` is the number of its layers. See `planner/shared_budget.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -20,6 +21,7 @@ from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
+from jaxremat.policy.spec import Names, Policy
 from jaxremat.trial.trials import Trials
 
 
@@ -53,7 +55,27 @@ def estimate_workload(
         )
     times = trials.train.accumulate
     shares = [Share(mesh, _parts(trials, kind), times * waits, axes) if mesh else ALONE for kind in found.kinds]
-    return estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
+    kinds = estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
+    as_config = trials.workload_at().as_config
+    return kinds if as_config is None else tuple(replace(kind, layer=_said(kind.layer, as_config)) for kind in kinds)
+
+
+def _said(layer: LayerEstimate, as_config: Callable[[Policy], Any]) -> LayerEstimate:
+    """The estimate, of which a plan may choose what the author's configuration can say."""
+
+    def allows(policy: Policy) -> bool:
+        return as_config(policy) is not None
+
+    values = tuple(
+        replace(
+            value,
+            saveable=value.saveable and v in layer.names and allows(Names(save=(layer.names[v],))),
+            offloadable=value.offloadable and v in layer.names and allows(Names(offload=(layer.names[v],))),
+        )
+        for v, value in enumerate(layer.problem.values)
+    )
+    others = tuple(_said(other, as_config) for other in layer.alternatives)
+    return replace(layer, problem=replace(layer.problem, values=values), alternatives=others, allows=allows)
 
 
 def _parts(trials: Trials, kind: Kind) -> Parts:

@@ -49,7 +49,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
             beyond = corrections.expected_beyond(layer, family, candidate.group_size)
             freed_bytes = _freed_bytes(layer, family, group, corrections)
             expected_bytes = candidate.saved_bytes - freed_bytes + beyond
-            if expected_bytes <= corrections.left_bytes:
+            if expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
                 yield replace(candidate, freed_bytes=freed_bytes, expected_bytes=expected_bytes)
 
 
@@ -156,7 +156,10 @@ def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
         read |= more
     dots = frozenset(v for v, op in made.items() if op.flops and not op.together and v in read)
     plain: dict[Policy, frozenset[int]] = {Rule("none"): needed, Rule("dots"): dots}
-    if fused:
-        return plain | {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
     # Only a compile shows how many matmuls aren't attention's, whose results `dots-no-batch` doesn't save.
-    return plain | {Rule("dots-no-batch"): frozenset()}
+    plain |= (
+        {Rule("dots", attention=True): dots | fused, Rule("nothing", attention=True): fused}
+        if fused
+        else {Rule("dots-no-batch"): frozenset()}
+    )
+    return {policy: saved for policy, saved in plain.items() if layer.allows(policy)}

@@ -6,7 +6,7 @@ every layer. Within a family, single layers may save different values.
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jaxremat.planner.evaluate import evaluate
@@ -29,6 +29,7 @@ class LayerEstimate:
         offload_bytes: bytes that the layer may offload to host memory.
         in_scan: whether the layer is the body of a scan over stacked parameters.
         assumption: what the estimate assumes, in words. It tells the estimates of one layer apart.
+        allows: whether a plan may choose a policy.
     """
 
     problem: Problem
@@ -37,6 +38,7 @@ class LayerEstimate:
     offload_bytes: int = 0
     in_scan: bool = True
     assumption: str = ""
+    allows: Callable[[Policy], bool] = lambda policy: True
 
     @functools.cached_property
     def hull(self) -> tuple[Point, ...]:

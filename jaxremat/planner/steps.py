@@ -40,6 +40,7 @@ class Steps:
         num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
+        allows: whether a plan may choose a policy.
         has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
@@ -49,6 +50,7 @@ class Steps:
     num_layers: int
     budget_bytes: int
     has_groups: bool | None = None
+    allows: Callable[[Policy], bool] = lambda policy: True
     has_own_base: bool = False
     expect: Callable[[int], None] = lambda further: None
 
@@ -63,7 +65,8 @@ class Steps:
         A single layer has no groups, and its gradient runs right after its forward pass.
         """
         has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
-        return (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
+        least = (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
+        return tuple(filter(self.allows, least))
 
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""

@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from jaxremat.errors import UnknownPolicyError, nearest
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
-from jaxremat.policy.spec import JAX_RULES, RULES, Every, Form, LayerPolicy, Mix, Names, OneIn, Policy, Rule
+from jaxremat.policy.spec import JAX_RULES, RULES, Every, Form, LayerPolicy, Mix, Names, OneIn, Own, Policy, Rule
 
 Some = TypeVar("Some", bound=Policy)
 
 #: The classes of policies, in the order of the table. A class for several layers reads its own text; the first that does wins.
-POLICIES: list[type[Policy]] = [Rule, Names, Every, OneIn, Mix]
+POLICIES: list[type[Policy]] = [Rule, Own, Names, Every, OneIn, Mix]
 #: The ending that every rule and every list of names may have.
 ATTENTION = Form(
     "RULE+attention", "what a rule or a list of names saves, and fused attention's outputs", "nothing+attention"

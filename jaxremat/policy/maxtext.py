@@ -1,8 +1,21 @@
-"""MaxText's checkpoint names and `remat_policy` presets, written here and nowhere else.
+"""MaxText's checkpoint names and `remat_policy` presets, written here and nowhere else, and the text of its config.
 
 The decoder of `jaxremat/model` gives its tensors these names, so that MaxText's presets and its users' lists of names work
-unchanged. For example, the preset `save_out_proj` is the policy `save:out_proj`.
+unchanged. For example, the preset `save_out_proj` is the policy `save:out_proj`, and `save:query_proj` is in MaxText's config:
+
+    remat_policy: custom
+    query_proj: device
 """
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jaxremat.errors import bad_value
+
+if TYPE_CHECKING:
+    from jaxremat.policy.spec import Policy
 
 DECODER_LAYER_INPUT = "decoder_layer_input"
 QUERY_PROJ = "query_proj"
@@ -47,3 +60,63 @@ MAXTEXT_ALIASES = {
     "qkv_proj_offloaded": _offload(QUERY_PROJ, KEY_PROJ, VALUE_PROJ),
     "minimal_offloaded": _offload(*_DOTS),
 }
+
+
+def config_lines(policy: "Policy", places: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The lines of a MaxText config that say a policy, such as `remat_policy: full`.
+
+    None for a policy that it can't say.
+
+    Args:
+        policy: any policy.
+        places: where the config has each tensor as it is: `remat`, `device` or `offload`. A line puts each tensor elsewhere that
+            the policy has elsewhere. `decoder_layer_input` can't be recomputed, and is on the device where the policy is silent.
+    """
+    from jaxremat.policy.spec import NOTHING, Names
+
+    if policy == NOTHING:
+        return ("remat_policy: full",)
+    if not isinstance(policy, Names) or policy.attention:
+        return None
+    if policy.alias:
+        return (f"remat_policy: {policy.alias}",)
+    wanted = dict.fromkeys(places, "remat") | {DECODER_LAYER_INPUT: "device"}
+    said = dict.fromkeys(policy.save, "device") | dict.fromkeys(policy.offload, "offload")
+    if not said.keys() <= wanted.keys():
+        return None
+    lines = (f"{name}: {place}" for name, place in (wanted | said).items() if name in said or places.get(name) != place)
+    return ("remat_policy: custom", *lines)
+
+
+def config_words(text: str) -> tuple[str, ...]:
+    """The words of MaxText's command line.
+
+    They are the path of a YAML file, `configs/base.yml` by default, and `key=value` each.
+
+    Raises:
+        UsageError: a word is neither.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise bad_value("--maxtext", repr(text), "words as in a shell", str(error)) from None
+    words = words if words and words[0].endswith(".yml") else ["configs/base.yml", *words]
+    if wrong := [word for word in words[1:] if not re.match(r"\w+=", word)]:
+        raise bad_value("--maxtext", repr(wrong[0]), "the path of a YAML file first, and key=value", "model_name=qwen3-0.6b")
+    return tuple(words)
+
+
+def config_batch(words: Sequence[str]) -> int | None:
+    """The batch of a device that the words have, `per_device_batch_size=4`.
+
+    None where they have none.
+
+    Raises:
+        UsageError: it isn't a whole number.
+    """
+    given = [word.partition("=")[2] for word in words if word.startswith("per_device_batch_size=")]
+    if given and not re.fullmatch(r"[1-9]\d{0,8}(\.0*)?", given[-1]):
+        raise bad_value(
+            "--maxtext", f"per_device_batch_size={given[-1]}", "a whole number from 1 up", "per_device_batch_size=1"
+        )
+    return int(given[-1].partition(".")[0]) if given else None

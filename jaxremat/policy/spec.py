@@ -1,7 +1,7 @@
 """Policies: frozen descriptions of what the forward pass saves for the backward pass.
 
 A *residual* is a value that the forward pass saves for the backward pass. For each value JAX knows three decisions: save it,
-recompute it, or offload it to host memory. A policy is one of five frozen dataclasses. `str()` prints a policy as the text
+recompute it, or offload it to host memory. A policy is one of six frozen dataclasses. `str()` prints a policy as the text
 that `grammar.parse` reads:
 
     Rule("dots")                                    dots                      one rule for every value of a layer
@@ -11,7 +11,8 @@ that `grammar.parse` reads:
     Mix(((2, NOTHING), (1, Names(save=("a",)))))    2*nothing|1*save:a        2 layers by one policy, 1 by another, and again
 
 `Rule` and `Names` have a field `attention`, printed as `+attention`: fused attention's outputs are saved too, so that its
-kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs.
+kernel isn't run twice. The rule `none` is no wrapper at all: JAX saves whatever differentiation needs. `Own()`, printed as
+`own`, is the loss as its author wrote it.
 
 Each class says all there is to know of its policies: how they are typed, which policy each layer follows, and which checkpoint
 names they list. `stack.py` and `with_policy.py` run layers by these answers.
@@ -303,6 +304,36 @@ class Names(LayerPolicy):
 
 NONE = Rule("none")
 NOTHING = Rule("nothing")
+
+
+@dataclass(frozen=True)
+class Own(Policy):
+    """The loss as its author wrote it, with the author's own checkpoints, which `none` takes away.
+
+    Where there is nothing but layers, they stay unwrapped.
+    """
+
+    forms = (Form("own", "the loss as its author wrote it, with the author's own checkpoints", "own"),)
+
+    @classmethod
+    def read(cls, text: str, layer: Callable[[str], LayerPolicy]) -> Self | None:
+        """`own`."""
+        return cls() if text.strip() == "own" else None
+
+    def __str__(self) -> str:
+        return "own"
+
+    @property
+    def layer_policies(self) -> tuple[LayerPolicy, ...]:
+        """`none`."""
+        return (NONE,)
+
+    def layers(self, num_layers: int) -> tuple[LayerPolicy, ...]:
+        """`none`."""
+        return (NONE,)
+
+
+OWN = Own()
 
 
 @dataclass(frozen=True)

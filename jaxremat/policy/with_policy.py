@@ -34,7 +34,7 @@ from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import resolve
 from jaxremat.policy.offload import check_layers, check_scan
 from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
-from jaxremat.policy.spec import NONE, NOTHING, LayerPolicy, Policy
+from jaxremat.policy.spec import NONE, NOTHING, OWN, LayerPolicy, Policy
 from jaxremat.policy.stack import run_scanned
 from jaxremat.policy.state import ArrayCall, on_arrays
 
@@ -62,7 +62,8 @@ def with_policy(function: Callable[Args, Result], policy: Policy | str, layers: 
 
     Returns:
         A function of the same arguments. With the policy `none` it has no checkpoints around its layers, even where the author
-        wrote some. If no layers are found, it is `function` as it is under `none`, and other policies are refused.
+        wrote some, and with `own` it is `function` itself. If no layers are found, it is `function` as it is under `none`, and
+        other policies are refused.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers (raised at the call).
@@ -81,6 +82,8 @@ def with_policy(function: Callable[Args, Result], policy: Policy | str, layers: 
             allowed="a function of arrays, such as a loss",
             next_step="with_policy(loss, 'dots')",
         )
+    if policy == OWN:
+        return function
 
     @functools.wraps(function)
     def under_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:

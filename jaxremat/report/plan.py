@@ -35,6 +35,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {plan.num_compiles} compiles."
     sentences = [f"{planned} Of the layers:"]
     sentences += [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
+    if plan.as_config:
+        sentences += ["In its own configuration:", *(f"  {line}" for line in plan.as_config)]
     if plan.max_batch is not None:
         sentences.append(f"Larger batches weren't tried (--max-batch {plan.max_batch}).")
     if plan.disabled_pass:
@@ -142,6 +144,8 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
     scan begins with the flag of XLA that it needs, if the version of JAX needs one.
     """
     lines = [f"# run it with {flag_line()}: with this jax a scan would read the wrong layer"] if plan.disabled_pass else []
+    if plan.as_config:
+        return [*lines, *plan.as_config]
     if plan.loss == OWN_LOSS:
         layers = plan.config["model"].get("layers")
         return [*lines, f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']

@@ -28,7 +28,20 @@ Words = tuple[str, ...]
 DEFAULT_MODEL = "gpt2"
 #: The flags that --help shows. --help-all shows all of a command's flags.
 COMMON_FLAGS = (
-    *("policy", "model", "hf", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices", "budget"),
+    *(
+        "policy",
+        "model",
+        "hf",
+        "maxtext",
+        "seq_len",
+        "batch",
+        "global_batch",
+        "max_batch",
+        "target",
+        "mesh",
+        "devices",
+        "budget",
+    ),
     *("loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price", "lengths"),
     *("num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out", "json", "limit"),
     *("interval", "once", "version"),
@@ -88,6 +101,9 @@ class OneFlags:
     Default: gpt2."""
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model; the flags below change its fields."""
+    maxtext: Annotated[str | None, Parameter(metavar="'[FILE.yml] KEY=VALUE ...'")] = None
+    """MaxText's own model, optimizer and loss in place of --model, by what its trainer's command line has: a YAML file such as
+    configs/base.yml, and keys of it. --batch is then per_device_batch_size."""
     batch: Annotated[tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_BATCH, "8,16,32"))] = ()
     """Batch sizes in place of the search for the largest."""
     target: Annotated[str | None, Parameter(metavar="NAME|FILE")] = None

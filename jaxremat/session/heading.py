@@ -25,6 +25,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     is written for.
     """
     from jaxremat.policy.offload import PASS, flag_line, has_fault
+    from jaxremat.policy.spec import OWN
     from jaxremat.units import gib
 
     target, num_layers = trials.target, trials.factory.num_layers()
@@ -63,9 +64,12 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         for requested in request.policies
         if not isinstance(requested.policy, Auto | Frontier)
     ]
+    as_config = trials.workload_at().as_config
     for policy in policies:
         if num_layers and (said := policy.describe(num_layers)):
             yield f"policy    {policy}: {said}"
+        if as_config and policy != OWN and as_config(policy) is None:
+            yield f"policy    {policy}: its configuration can't say this; jaxremat.with_policy does it"
     offloads = any(policy.offloads for policy in policies)
     if target.chip.is_gpu and trials.factory.layout() != "unrolled" and has_fault() and offloads:
         yield f"          a scan that offloads is compiled without XLA's pass {PASS}, which would take the wrong layer's"

@@ -6,6 +6,7 @@ Checks that need JAX come later, in `Session.of`. An example:
     # Request(policies=(RequestedPolicy("dots", Rule("dots")),), model=Model("gpt2", ...), batches=(8, 16), ...)
 """
 
+import shlex
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.requested import named_decoder
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.maxtext import config_batch, config_words
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.buckets import Bucketed
@@ -28,6 +30,8 @@ from jaxremat.workload.source import find_source, is_spec
 
 #: The most steps that are measured.
 MAX_STEPS = 10**6
+#: What makes the workload of --maxtext, as --model has it.
+MAXTEXT = "jaxremat.maxtext:workload"
 #: What --mesh says to have the mesh chosen.
 MESH_AUTO = "auto"
 
@@ -129,6 +133,7 @@ def check_run(flags: RunFlags, model: RequestedModel | None = None) -> Request[R
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
+    flags = without_maxtext(flags)
     _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     request = check_step(flags, model)
     _check_run_flags(flags, request)
@@ -156,6 +161,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
+    flags = without_maxtext(flags)
     requested = requested or requested_model(flags)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
     _within("--steps", flags.steps, 0, MAX_STEPS)
@@ -185,6 +191,26 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
     mesh, meshes = _meshes(flags, requested.model, planned=planned)
     model, train = requested.model, requested.train
     return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
+
+
+def without_maxtext(flags: StepFlagsT) -> StepFlagsT:
+    """The flags with --model in place of --maxtext: what makes MaxText's workload is a function as a user's file has it.
+
+    Raises:
+        UsageError: the text isn't valid, or other flags name a model or a batch, too.
+    """
+    if flags.maxtext is None:
+        return flags
+    words = config_words(flags.maxtext)
+    batch = config_batch(words)
+    reject(
+        *((given, both("--maxtext", flag_of(name)), "leave one of them out")
+          for name in ("model", "hf", "model_arg", "data") if (given := getattr(flags, name))),
+        (batch and flags.batch, both(f"--batch {','.join(map(str, flags.batch))}", f"per_device_batch_size={batch}"),
+         "leave one of them out; without both, the largest batch that fits is searched"),
+    )  # fmt: skip
+    batches = flags.batch or ((batch,) if batch else ())
+    return replace(flags, maxtext=None, model=MAXTEXT, model_arg=(f"text={shlex.join(words)}",), batch=batches)
 
 
 def requested_model(flags: StepFlags) -> RequestedModel:

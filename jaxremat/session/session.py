@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jaxremat.workload.workload import Workload
 
 #: The flags that a session's own arguments and methods stand for.
-_NOT_OPTIONS = ("model", "hf", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
+_NOT_OPTIONS = ("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
 
 
 class Session:
@@ -62,9 +62,9 @@ class Session:
     (`XLA_PYTHON_CLIENT_PREALLOCATE=false`).
 
     Args:
-        model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, a
-            `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword `devices` it makes a
-            mesh of its own over `devices=8`.
+        model: the name of a preset, the path of a Hugging Face `config.json`, `FILE.py:ATTR` or `PKG.MOD:ATTR`, the text of
+            `--maxtext`, a `jaxremat.Workload`, or a function that returns one, best with a keyword `batch`. With a keyword
+            `devices` it makes a mesh of its own over `devices=8`.
         target: as for `--target`, such as `h100-80gb`. None takes the attached GPU, or else `h100-80gb`.
         mesh: several devices, such as `fsdp=8`. None for one device.
         budget: bytes that a step may use, as a number or as text such as `40GiB`. None takes what the allocator has.
@@ -103,7 +103,8 @@ class Session:
 
         named: dict[str, Any] = {}
         if isinstance(model, str | Path):
-            named = {"hf" if str(model).endswith(".json") else "model": str(model)}
+            kind = "hf" if str(model).endswith(".json") else "maxtext" if "=" in str(model) else "model"
+            named = {kind: str(model)}
         bytes_of = None if budget is None else parse_bytes(str(budget))
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
         given, factory = None, None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError, flag_of, reject
-from jaxremat.policy.spec import NONE
+from jaxremat.policy.spec import NONE, OWN
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy, uneven_groups
 
@@ -121,7 +121,9 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
     fields = [f.name for f in dataclasses.fields(training) if vars(training)[f.name] not in (None, ())]
     given = [flag_of(name) for name in fields if name != "seq_len"]  # a length is an argument of the user's
     given += ["--global-batch"] * (request.flags.global_batch is not None) + ["--layers"] * bool(request.flags.layers)
-    others = [one for one in request.policies if one.policy != NONE and (request.flags.policy or one.text != "dots")]
+    others = [
+        one for one in request.policies if one.policy not in (NONE, OWN) and (request.flags.policy or one.text != "dots")
+    ]
     flag, other = [*given, ""][0], others[0] if others else RequestedPolicy("none", NONE)
     requested = "--frontier" if isinstance(other.policy, Frontier) else f"--policy {other.text}"
     is_step, loss = f"and {factory.name} is a whole step", "give the loss: Workload(loss=f, params=..., batch=...)"
@@ -129,9 +131,10 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
         (flag, f"{flag} was given, {is_step}", f"leave {flag} out, or {loss}",
          "the training step around a loss is made here, and a whole step is compiled as it is"),
         (others, f"{requested} was requested, {is_step}", loss,
-         "a policy goes around layers, before the gradient is taken", "none, which compiles the step as it is"),
+         "a policy goes around layers, before the gradient is taken", "none or own, which compile the step as it is"),
     )  # fmt: skip
-    return replace(request, policies=(RequestedPolicy("none", NONE),))
+    as_it_is = tuple(one for one in request.policies if one.policy in (NONE, OWN))
+    return replace(request, policies=as_it_is or (RequestedPolicy("none", NONE),))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings, tracing_on
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.spec import NONE, OWN, Policy
 from jaxremat.policy.state import has_objects, split_trained, with_objects
 from jaxremat.policy.tree import combine
 from jaxremat.step.microbatches import sample_axes, split, step_batch
@@ -242,10 +242,10 @@ def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
 def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) -> None:
     """Raises UsageError for a policy or microbatches around a workload that is a step."""
     what = workload.name or "the workload"
-    if policy != NONE:
+    if policy not in (NONE, OWN):
         raise UsageError(
             f"policy {policy} was requested, and {what} is a whole step",
-            allowed="none, which compiles the step as it is",
+            allowed="none or own, which compile the step as it is",
             cause="a policy goes around layers, before the gradient is taken",
             next_step="give the workload's loss: Workload(loss=f, params=..., batch=...)",
         )

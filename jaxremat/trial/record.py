@@ -321,6 +321,7 @@ class PlanRecord(AnyRecord):
         more: what a larger budget could save.
         tried: every step that was compiled.
         disabled_pass: the pass of XLA that is disabled because the step offloads in a scan, if any.
+        as_config: the lines that say the plan in the author's own configuration, if the workload has one.
         num_compiles: number of compiles that the plan took.
         config: what was requested.
         versions: by library, its version.
@@ -350,6 +351,7 @@ class PlanRecord(AnyRecord):
     more: tuple[FurtherBudget, ...]
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
+    as_config: tuple[str, ...] = ()
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import given_sharding
-from jaxremat.policy.spec import Policy
+from jaxremat.policy.spec import OWN, Policy
 from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
@@ -39,12 +39,12 @@ MAX_CONCRETE_BYTES = 2**30
 #: The fields that are functions.
 _FUNCTIONS = (
     *("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes", "logical_axes"),
-    *("data_hash", "write_text", "otherwise"),
+    *("data_hash", "write_text", "otherwise", "as_config"),
 )
 #: The fields that go with a loss alone.
 _OF_LOSS = (
     *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
-    *("matrix_axes", "logical_axes", "own_layers"),
+    *("matrix_axes", "logical_axes", "own_layers", "as_config"),
 )
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
@@ -80,7 +80,10 @@ class Workload:
         model_flops: FLOPs of the step of one microbatch without recomputation, for MFU. Default: those under `none`.
         num_tokens: tokens in one microbatch. With it tokens per second are shown, and without it samples per second.
         name: what the workload is called in tables and records. By default what --model said.
-        loss_under: makes the loss under a policy. By default `jaxremat.with_policy(loss, policy, layers)`.
+        loss_under: makes the loss under a policy, but not under `own`, which is `loss`. By default
+            `jaxremat.with_policy(loss, policy, layers)`.
+        as_config: the lines that say a policy in the author's own configuration, such as `remat_policy: full`, or None for a
+            policy that it can't say. A plan is one of the policies that it can say, and ends with these lines.
         matrix_axes: by a parameter's path and shape, which of its axes make up the rows and columns of a matrix, in the form of
             `optax.contrib.MuonDimensionNumbers`; None for a parameter that is no matrix. Muon and Adafactor use it. By default
             optax's own rules decide.
@@ -125,6 +128,7 @@ class Workload:
     num_tokens: int | None = None
     name: str = ""
     loss_under: Callable[[Policy], Callable[..., Any]] | None = None
+    as_config: Callable[[Policy], tuple[str, ...] | None] | None = None
     matrix_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     logical_axes: Callable[[Any, tuple[int, ...]], Any] | None = None
     joined_microbatches: bool = False
@@ -255,9 +259,11 @@ class Workload:
     def loss_with(self, policy: Policy) -> Callable[..., Any]:
         """The loss under `policy`.
 
-        Under `none` its layers have no checkpoints, even where the author wrote some.
+        Under `none` its layers have no checkpoints, even where the author wrote some. Under `own` it is the loss itself.
         """
         assert self.loss is not None
+        if policy == OWN:
+            return self.loss
         if self.loss_under is not None:
             return self.loss_under(policy)
         return with_policy(self.loss, policy, self.layers)
