@@ -84,7 +84,8 @@ def without_constraints(function: Callable[..., Any], traced: Any, dropped: Coll
     def same(*args: Any) -> Any:
         return results.unflatten(core.jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
-    return jax.jit(same, donate_argnums=traced.donate_argnums)
+    donated = [any(leaf.donated for leaf in jax.tree.leaves(arg)) for arg in traced.args_info[0]]
+    return jax.jit(same, donate_argnums=tuple(n for n, is_one in enumerate(donated) if is_one))
 
 
 def _without(value: Any, dropped: Collection[int]) -> Any:
