@@ -195,5 +195,5 @@ def _trainer() -> ModuleType:
     try:
         return importlib.import_module("maxtext.trainers.pre_train.train_compile")
     except ImportError as error:
-        line = "pip install maxtext with the extra of your chip, or put the folder src of a checkout on PYTHONPATH and install what it needs"
+        line = "pip install maxtext, or put the folder src of a checkout on PYTHONPATH and install what it needs"
         raise MissingDependencyError(f"--maxtext needs MaxText: {error}", next_step=line) from error

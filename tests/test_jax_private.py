@@ -1,4 +1,4 @@
-"""What jaxremat expects of JAX beyond what JAX promises: a test for each thing in `jaxremat/jax_private.py`.
+"""What jaxremat expects of JAX beyond what JAX promises: a test for each thing in `jaxremat/policy/jax_private.py`.
 
 A failure here, with a newer jax, says what to change there. All other tests rest on these.
 """
@@ -14,8 +14,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxremat import jax_private
 from jaxremat.chips.nvidia.attention import CUDNN
+from jaxremat.policy import jax_private
 from jaxremat.policy.spec import Names
 
 X = np.ones((4, 4), np.float32)

@@ -15,11 +15,11 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.extend import core
 
 from jaxremat.answer.layer_problem import Keep, layer_problem
-from jaxremat.jax_private import FUSED_ATTENTION
 from jaxremat.model.transformer import Block
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
+from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.spec import Names
 from jaxremat.xla.flops import count_step_flops
 from tests.roofline import SLOW as SPEED

@@ -17,8 +17,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units jax_private mesh chips config policy workload search planner step xla maxtext model trial answer
-    training report session cli
+    errors system units mesh chips config policy workload planner step xla maxtext model trial answer training report
+    session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -232,8 +232,11 @@ ALONE = [
     (importing("pickle", "marshal", "shelve", "dill"), ""),
     (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache
     (importing(r"jax\._src"), ""),
-    (importing(r"jax\.extend.*", "jaxlib", r"jax\.interpreters.*"), "jax_private.py"),
-    (saying(r"type\(.*\)\.__name__ (==|!=|in|not in) "), "jax_private.py policy/state.py"),  # state.py: a class of Flax
+    (importing(r"jax\.extend.*", "jaxlib", r"jax\.interpreters.*"), "policy/jax_private.py"),
+    (
+        saying(r"type\(.*\)\.__name__ (==|!=|in|not in) "),
+        "policy/jax_private.py policy/state.py",
+    ),  # state.py: a class of Flax
     (saying("(?<!`)pynvml"), "chips/nvidia/nvml.py"),
     (importing("matplotlib"), "report/plot.py"),
 ]

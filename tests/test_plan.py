@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.hull import lower_hull
@@ -19,7 +20,6 @@ from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.planner.unrolled import plan_unrolled
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
-from jaxremat.search.compiles import Compile, Compiles
 from tests.planner_formula import LAYERS, Xla, layer_at
 from tests.small_problems import solve_by_trying_all
 

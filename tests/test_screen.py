@@ -16,6 +16,7 @@ from rich.table import Table
 
 import jaxremat
 from jaxremat.cli.command import run_command
+from jaxremat.planner.compiles import Compile
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.report.screen import (
     CARDS_BELOW,
@@ -27,7 +28,6 @@ from jaxremat.report.screen import (
     shared_screen,
 )
 from jaxremat.report.table import table_of
-from jaxremat.search.compiles import Compile
 from jaxremat.system.interrupt import in_xla
 from tests.made_up_tables import TABLES
 

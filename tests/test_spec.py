@@ -19,8 +19,8 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.grid import SweepFlags
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.jax_private import FUSED_ATTENTION
 from jaxremat.policy.grammar import ALIASES, ATTENTION, JAX_ALIASES, POLICIES, as_policy, grammar, parse
+from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
 from jaxremat.policy.spec import NONE, NOTHING, RULES, Every, LayerPolicy, Mix, Names, OneIn, Rule
 from jaxremat.session.flags import RunFlags

@@ -24,9 +24,9 @@ import jax
 
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import DeviceSpeed, KernelClass
-from jaxremat.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
+from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
 from jaxremat.policy.tree import combine, is_float, partition

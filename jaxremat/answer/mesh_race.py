@@ -1,4 +1,4 @@
-"""Compares meshes of the same devices in few compiles: `--mesh auto` (`search/race.py`).
+"""Compares meshes of the same devices in few compiles: `--mesh auto` (`planner/race.py`).
 
 The meshes are compared for one policy, or for plans.
 
@@ -16,15 +16,15 @@ from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.planned import OnCompile, plan_bounds, plan_run
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
+from jaxremat.planner.batch import GROWTH, largest_batch
+from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.free_batch import at_most
 from jaxremat.planner.outlook import first_accepted
 from jaxremat.planner.plan import Plan
+from jaxremat.planner.race import Reached, Standing, race, still_running
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
-from jaxremat.search.batch import GROWTH, largest_batch
-from jaxremat.search.compiles import Compile, Compiles
-from jaxremat.search.race import Reached, Standing, race, still_running
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib, percent_up

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.errors import CompileError
+from jaxremat.planner.batch import spaced
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.free_batch import REFERENCE_BATCH, at_most, possible
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING
-from jaxremat.search.batch import spaced
 
 _MAX_FURTHER = 4  # steps compiled after the first one; the last bound is then at a batch that was compiled
 _SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.config import Objective
+from jaxremat.planner.batch import MAX_BATCH, largest_batch, most_tried, spaced
 from jaxremat.planner.candidates import best_candidate, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate
@@ -44,7 +45,6 @@ from jaxremat.planner.prices import FurtherBudget, Price, prices
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.search.batch import MAX_BATCH, largest_batch, most_tried, spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled for each estimate of a layer
 _SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where its saved values alone exceed the budget by this factor

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.config import Objective
+from jaxremat.planner.batch import spaced
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
@@ -27,7 +28,6 @@ from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.plan import Answer, Plan, Tried, as_plan, could_fit
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy, Rule
-from jaxremat.search.batch import spaced
 
 _MAX_CANDIDATES = 3  # candidates compiled
 _MAX_BATCHES = 3  # further batches at which `nothing` is compiled with scanned layers to choose the batch

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxremat.errors import UsageError
-from jaxremat.jax_private import FUSED_ATTENTION, called_name, callee
+from jaxremat.policy.jax_private import FUSED_ATTENTION, called_name, callee
 from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import (
     CALLS,

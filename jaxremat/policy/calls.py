@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxremat.jax_private import is_unspecified, num_operands, shard_map_as
+from jaxremat.policy.jax_private import is_unspecified, num_operands, shard_map_as
 from jaxremat.policy.program import Equation
 
 #: Computes a program's outputs from its inputs.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxremat.jax_private import callee, core, stack_of
+from jaxremat.policy.jax_private import callee, core, stack_of
 from jaxremat.policy.program import Equation, Program, bind_equation, eval_program
 from jaxremat.policy.signature import num_heavy
 

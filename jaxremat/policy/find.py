@@ -18,9 +18,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxremat.jax_private import callee
 from jaxremat.policy.cut import checkpoints_around
 from jaxremat.policy.found import FoundBy, LeftAlone
+from jaxremat.policy.jax_private import callee
 from jaxremat.policy.loops import made_of, why_not_layers
 from jaxremat.policy.names import users_line
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxremat.errors import UsageError
-from jaxremat.jax_private import core, num_operands, written_name
 from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program
 from jaxremat.policy.found import Kind, Variant
+from jaxremat.policy.jax_private import core, num_operands, written_name
 from jaxremat.policy.names import users_line
 from jaxremat.policy.program import Equation
 from jaxremat.policy.scopes import path_of, without_number

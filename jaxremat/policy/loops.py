@@ -10,7 +10,7 @@ read slices of the data and the same parameters each time: microbatches, chunks 
 from collections.abc import Iterable, Set
 from typing import Any
 
-from jaxremat.jax_private import num_operands
+from jaxremat.policy.jax_private import num_operands
 from jaxremat.policy.program import Program, flatten
 from jaxremat.policy.signature import num_heavy
 from jaxremat.policy.tree import is_float

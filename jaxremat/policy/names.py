@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.jax_private import core, written_name
+from jaxremat.policy.jax_private import core, written_name
 from jaxremat.policy.spec import LayerPolicy, Policy
 from jaxremat.system.whose import is_users, package_folders
 

@@ -138,7 +138,7 @@ def traces_for_gpu() -> bool:
 
 def _pass_is_disabled() -> bool:
     """Whether XLA_FLAGS disables the pass."""
-    from jaxremat.jax_private import xla_flags
+    from jaxremat.policy.jax_private import xla_flags
 
     return PASS.encode() in xla_flags()
 

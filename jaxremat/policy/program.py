@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxremat.jax_private import (
+from jaxremat.policy.jax_private import (
     NameStack,
     bind,
     callee,

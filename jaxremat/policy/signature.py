@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxremat.jax_private import FUSED_ATTENTION, core
+from jaxremat.policy.jax_private import FUSED_ATTENTION, core
 from jaxremat.policy.program import Equation, Program
 
 #: The operations that take the time of a layer. A layer has at least one of them.

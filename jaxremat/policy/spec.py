@@ -347,7 +347,7 @@ class JaxPolicy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
-        from jaxremat.jax_private import FUSED_ATTENTION, is_recompute_decision
+        from jaxremat.policy.jax_private import FUSED_ATTENTION, is_recompute_decision
 
         decision = self._of_jax(primitive, *avals, **params)
         attends = self.policy.attention and primitive.name == FUSED_ATTENTION

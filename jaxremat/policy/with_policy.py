@@ -23,13 +23,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jaxremat.errors import UnknownNameError, UsageError
-from jaxremat.jax_private import changes_reference, num_operands
 from jaxremat.policy.apply import checkpointed
 from jaxremat.policy.calls import call_with, split_operands
 from jaxremat.policy.cut import Piece, cut
 from jaxremat.policy.find import Level, Stack, search_program
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.jax_private import changes_reference, num_operands
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import resolve
 from jaxremat.policy.offload import check_layers, check_scan

@@ -28,9 +28,9 @@ import jax
 from jaxremat.chips.chip import MOST_MEMORY
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.errors import CompileError, JaxrematError
-from jaxremat.jax_private import core
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import batch_shardings, given_sharding, tracing_for, tracing_on
+from jaxremat.policy.jax_private import core
 from jaxremat.policy.names import WrittenName, written_names
 from jaxremat.policy.offload import PASS, compiled_without_pass, flag_line, has_fault
 from jaxremat.system.files import named_by, write_whole

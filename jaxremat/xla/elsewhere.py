@@ -17,7 +17,7 @@ import jax
 
 from jaxremat.chips.target import Target
 from jaxremat.errors import UsageError
-from jaxremat.jax_private import core
+from jaxremat.policy.jax_private import core
 from jaxremat.xla.traced import places
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxremat.chips.catalog import call_kind
-from jaxremat.jax_private import attention_sizes, core, shard_map_devices
+from jaxremat.policy.jax_private import attention_sizes, core, shard_map_devices
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')

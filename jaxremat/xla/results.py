@@ -121,7 +121,7 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     """
     import jax
 
-    from jaxremat.jax_private import xla_flags
+    from jaxremat.policy.jax_private import xla_flags
 
     flags = [*os.environ.get("XLA_FLAGS", "").split(), *(f"--{name}={value}" for name, value in options.items())]
     if not _size() or any(map(_names_file, flags)):

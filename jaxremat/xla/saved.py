@@ -19,10 +19,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxremat.jax_private import core, name_in, num_operands, written_name
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import num_parts
 from jaxremat.policy.calls import split_operands
+from jaxremat.policy.jax_private import core, name_in, num_operands, written_name
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.step_facts import SavedKind, SavedValues
 from jaxremat.xla.traced import STEP, inner_jaxprs, is_call, is_recomputing, saves, saves_elementwise, scope_of

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxremat.jax_private import (
+from jaxremat.mesh.sharding import axes_in
+from jaxremat.policy.jax_private import (
     core,
     inside_policy,
     is_checkpoint,
@@ -22,7 +23,6 @@ from jaxremat.jax_private import (
     shard_map_devices,
     written_name,
 )
-from jaxremat.mesh.sharding import axes_in
 from jaxremat.policy.names import written_at
 from jaxremat.policy.spec import Policy
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
