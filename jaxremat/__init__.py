@@ -113,7 +113,7 @@ _NAMES = {
     "policy.spec": "Every Mix Names OneIn Policy Rule",
     "policy.stack": "scan_layers",
     "policy.with_policy": "find_layers with_policy",
-    "search.batch": "BatchSearch largest_batch",
+    "planner.batch": "BatchSearch largest_batch",
     "session.printed": "Answer",
     "session.session": "Session",
     "trial.comparisons": "LengthsRecord MeshChoiceRecord RankRecord",

@@ -1,4 +1,4 @@
-"""MaxText's own config, model, optimizer and loss as a workload, for a device that needn't be here.
+"""MaxText's own config, model, optimizer and loss as a workload.
 
     jaxremat run --maxtext "configs/base.yml model_name=qwen3-0.6b max_target_length=512" --target t4 --policy own minimal auto
 
@@ -125,7 +125,7 @@ def _model(config: Any, mesh: Any) -> Any:
 
 
 def _optimizer(config: Any, mesh: Any) -> Any:
-    """MaxText's optimizer, with what its train step does to gradients, and the norms that it reports."""
+    """MaxText's optimizer, what its train step does to gradients, and the norms it reports."""
     import jax
     import jax.numpy as jnp
     import optax

@@ -38,7 +38,7 @@ from tests.small_models import (
 
 #: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
 POLICIES = """
-    none everything everything+attention nothing nothing+attention
+    none own everything everything+attention nothing nothing+attention
     dots dots+attention dots-no-batch dots-no-batch+attention
     save:mlpwi_0 save:query_proj,context+attention offload:mlpwi_0 offload:context,mlpwi_0+attention
     save:query_proj+offload:mlpwi_0 minimal_with_context

@@ -85,9 +85,10 @@ def test_a_preset_is_its_own_line(preset):
 def test_names_are_the_custom_policy():
     lines = config_lines(Names(("query_proj",), ("out_proj",)), PLACES)
     assert lines == ("remat_policy: custom", "mlpwo: remat", "query_proj: device", "out_proj: offload")
+    assert config_lines(Names(), PLACES) == ("remat_policy: full",)
 
 
-@pytest.mark.parametrize("saved", [*itertools.product(("remat", "device", "offload"), repeat=3)])
+@pytest.mark.parametrize("saved", [*itertools.product(("remat", "device", "offload"), repeat=3)][1:])
 def test_lines_say_the_whole_policy(saved):
     """The config's places with the lines of a policy are the places of the policy."""
     names = dict(zip(("context", "mlpwo", "query_proj"), saved, strict=True))

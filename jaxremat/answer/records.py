@@ -143,7 +143,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         more=found.more,
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
-        as_config=(as_config and as_config(found.policy)) or (),
+        as_config=as_config(found.policy) if as_config else None,
         num_compiles=planned.num_compiles,
         config=config_of(trials, found.batch),
         versions=versions(),

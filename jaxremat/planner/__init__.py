@@ -1,4 +1,6 @@
-"""Chooses the batch, and what each layer saves for the backward pass. No JAX, Flax or XLA is imported here.
+"""Chooses the batch, and what each layer saves for the backward pass.
+
+No JAX, Flax or XLA is imported here.
 
 The modules, in the order in which they build on each other:
 

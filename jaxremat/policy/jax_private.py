@@ -103,7 +103,10 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def callee(eqn: Any) -> core.ClosedJaxpr:
-    """The program that a call runs: a jit, a checkpoint, a loop or a function with a derivative of its own."""
+    """The program that a call runs.
+
+    The call is a jit, a checkpoint, a loop or a function with a derivative of its own.
+    """
     jaxpr = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else core.ClosedJaxpr(jaxpr, ())
 
@@ -153,7 +156,9 @@ def shard_map_devices(eqn: Any) -> int:
 
 
 def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str] | None:
-    """Of fused attention: the scores' shape, the widths of a query and a value, and the mask. None of others.
+    """Of fused attention: the scores' shape, the widths of a query and a value, and the mask.
+
+    None of other equations.
 
     The shape is "batch heads queries keys".
     """
@@ -189,7 +194,7 @@ def stack_of(scopes: Sequence[str] = ()) -> NameStack:
 
 @contextlib.contextmanager
 def context_of(eqn: Any, stack: NameStack) -> Iterator[None]:
-    """A context in which what is traced has the equation's line and configuration, and the scopes of `stack`."""
+    """A context for tracing with the equation's line and configuration, and the scopes of `stack`."""
     within = source_info_util.current_name_stack() + stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=within), eqn.ctx.manager:
         yield

@@ -1,4 +1,6 @@
-"""MaxText's checkpoint names and `remat_policy` presets, written here and nowhere else, and the text of its config.
+"""MaxText's checkpoint names and `remat_policy` presets, and the text of its config.
+
+They are written here and nowhere else.
 
 The decoder of `jaxremat/model` gives its tensors these names, so that MaxText's presets and its users' lists of names work
 unchanged. For example, the preset `save_out_proj` is the policy `save:out_proj`, and `save:query_proj` is in MaxText's config:
@@ -72,16 +74,15 @@ def config_lines(policy: "Policy", places: Mapping[str, str]) -> tuple[str, ...]
         places: where the config has each tensor as it is: `remat`, `device` or `offload`. A line puts each tensor elsewhere that
             the policy has elsewhere. `decoder_layer_input` can't be recomputed, and is on the device where the policy is silent.
     """
-    from jaxremat.policy.spec import NOTHING, Names
-
-    if policy == NOTHING:
+    (one, *others) = policy.layer_policies
+    if str(policy) == "nothing":
         return ("remat_policy: full",)
-    if not isinstance(policy, Names) or policy.attention:
+    if others or one != policy or not one.by_names or one.attention:
         return None
-    if policy.alias:
-        return (f"remat_policy: {policy.alias}",)
+    if one.alias:
+        return (f"remat_policy: {one.alias}",)
     wanted = dict.fromkeys(places, "remat") | {DECODER_LAYER_INPUT: "device"}
-    said = dict.fromkeys(policy.save, "device") | dict.fromkeys(policy.offload, "offload")
+    said = dict.fromkeys(one.save, "device") | dict.fromkeys(one.offload, "offload")
     if not said.keys() <= wanted.keys():
         return None
     lines = (f"{name}: {place}" for name, place in (wanted | said).items() if name in said or places.get(name) != place)

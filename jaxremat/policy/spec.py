@@ -308,9 +308,9 @@ NOTHING = Rule("nothing")
 
 @dataclass(frozen=True)
 class Own(Policy):
-    """The loss as its author wrote it, with the author's own checkpoints, which `none` takes away.
+    """The loss as its author wrote it, with the author's own checkpoints.
 
-    Where there is nothing but layers, they stay unwrapped.
+    `none` takes these away. Where there is nothing but layers, they stay unwrapped.
     """
 
     forms = (Form("own", "the loss as its author wrote it, with the author's own checkpoints", "own"),)

@@ -101,9 +101,9 @@ class OneFlags:
     Default: gpt2."""
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model; the flags below change its fields."""
-    maxtext: Annotated[str | None, Parameter(metavar="'[FILE.yml] KEY=VALUE ...'")] = None
-    """MaxText's own model, optimizer and loss in place of --model, by what its trainer's command line has: a YAML file such as
-    configs/base.yml, and keys of it. --batch is then per_device_batch_size."""
+    maxtext: Annotated[str | None, Parameter(metavar="TEXT")] = None
+    """MaxText's command line in place of --model: the model, the optimizer and the loss are MaxText's own. TEXT is such as
+    'configs/base.yml model_name=qwen3-0.6b': a YAML file, and keys of it. --batch is then per_device_batch_size."""
     batch: Annotated[tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_BATCH, "8,16,32"))] = ()
     """Batch sizes in place of the search for the largest."""
     target: Annotated[str | None, Parameter(metavar="NAME|FILE")] = None
@@ -119,7 +119,7 @@ class SharedFlags:
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own, such as 'blocks_*'. Default: they are found."""
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
-    """Sequences per step, in as few equal microbatches as fit; --accumulate follows from it."""
+    """Sequences per step, in as few microbatches as fit; they are equal, and --accumulate follows from it."""
     mesh: Annotated[str | None, Parameter(metavar="AXIS=N[,AXIS=N]")] = None
     """Several devices, such as data=2,fsdp=4,tensor=2. --batch is then sequences per device of data, fsdp and expert.
     auto compares the sensible meshes of --devices N."""
@@ -213,7 +213,7 @@ class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     plot: Annotated[Path | None, Parameter(metavar="FILE.png")] = None
     """Draw the frontier (pip install "jaxremat[plot]")."""
     explain_plan: bool = False
-    """Show a plan's lower bound and what its tensors are worth; what more budget would buy, and code to paste."""
+    """A plan's lower bound and what its tensors are worth; what more budget would buy, and code to paste."""
     save_plan: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
     list: Annotated[Listable | None, Parameter(metavar="|".join(get_args(Listable)))] = None

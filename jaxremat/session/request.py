@@ -194,7 +194,9 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
 
 
 def without_maxtext(flags: StepFlagsT) -> StepFlagsT:
-    """The flags with --model in place of --maxtext: what makes MaxText's workload is a function as a user's file has it.
+    """The flags with --model in place of --maxtext.
+
+    What makes MaxText's workload is a function as a user's file has it.
 
     Raises:
         UsageError: the text isn't valid, or other flags name a model or a batch, too.

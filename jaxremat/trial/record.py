@@ -351,7 +351,7 @@ class PlanRecord(AnyRecord):
     more: tuple[FurtherBudget, ...]
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
-    as_config: tuple[str, ...] = ()
+    as_config: tuple[str, ...] | None = None
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]
