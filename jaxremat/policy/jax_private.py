@@ -194,7 +194,7 @@ def stack_of(scopes: Sequence[str] = ()) -> NameStack:
 
 @contextlib.contextmanager
 def context_of(eqn: Any, stack: NameStack) -> Iterator[None]:
-    """A context for tracing with the equation's line and configuration, and the scopes of `stack`."""
+    """A context to trace in, with the equation's line and configuration, and scopes."""
     within = source_info_util.current_name_stack() + stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=within), eqn.ctx.manager:
         yield
