@@ -8,7 +8,9 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxremat
@@ -109,6 +111,17 @@ def test_random_keys_belong_to_a_microbatch_and_offsets_grow_from_one():
     found = dict(zip(sorted(workload.batch), workload.counted.leaves, strict=True))
     assert [found[name] for name in ("key", "old")] == [LeafSamples()] * 2
     assert [found[name] for name in ("keys", "offsets")] == [LeafSamples(0)] * 2
+
+
+def test_a_state_may_be_made_anew_for_each_batch():
+    """A `TrainState` has its optimizer's functions in it, which differ where they are made anew."""
+
+    def make(batch):
+        params, x = {"w": jax.ShapeDtypeStruct((D, D), jnp.float32)}, jax.ShapeDtypeStruct((batch, D), jnp.float32)
+        state = TrainState.create(apply_fn=lambda *args: None, params={}, tx=optax.sgd(0.1)).replace(params=params)
+        return jaxremat.Workload(step=lambda state, x: (state, jnp.sum(x @ state.params["w"])), args=(state, x))
+
+    assert WorkloadFactory("mine", make, has_free_batch=True).at(3, TRAIN).args[1].shape == (3, D)
 
 
 def one_array(shape):

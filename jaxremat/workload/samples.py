@@ -52,13 +52,11 @@ class Growth:
 
     Attributes:
         name: what the workload is called in errors.
-        tree: the structure of the batch.
         names: the path of each array.
         dims: for each axis of each array, its size at batch 0 and the rows that a sample adds.
     """
 
     name: str
-    tree: Any
     names: tuple[str, ...]
     dims: tuple[tuple[tuple[Fraction, Fraction], ...], ...]
 
@@ -68,10 +66,10 @@ class Growth:
         Raises:
             UsageError: an array has another size than one that grows evenly would have.
         """
-        leaves, tree = jax.tree.flatten(batch)
-        if tree != self.tree:
+        names, leaves = _named_leaves(batch)
+        if names != self.names:
             raise _uneven(self.name, f"its batch at {number} has another structure than at other batches")
-        for name, leaf, dims in zip(self.names, leaves, self.dims, strict=True):
+        for name, leaf, dims in zip(names, leaves, self.dims, strict=True):
             even = [base + rate * number for base, rate in dims]
             if list(leaf.shape) != even:
                 expected = ", ".join(str(size) for size in even)
@@ -97,13 +95,12 @@ def growth(name: str, number: int, batch: Any, other_number: int, other_batch: A
     Raises:
         UsageError: nothing grows, or something shrinks, or the arrays differ in more than their sizes.
     """
-    (leaves, tree), (others, other_tree) = jax.tree.flatten_with_path(batch), jax.tree.flatten_with_path(other_batch)
-    if tree != other_tree:
+    (names, leaves), (other_names, others) = _named_leaves(batch), _named_leaves(other_batch)
+    if names != other_names:
         two = f"{len(leaves)} arrays at {number} and {len(others)} at {other_number}"
         raise _uneven(name, f"its batch has {two}, in different structures")
-    names = tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves)
     dims = []
-    for of, (_, leaf), (_, other) in zip(names, leaves, others, strict=True):
+    for of, leaf, other in zip(names, leaves, others, strict=True):
         two = f"{of} is {leaf.dtype}{list(leaf.shape)} at batch {number} and {other.dtype}{list(other.shape)} at {other_number}"
         if (leaf.dtype, leaf.ndim) != (other.dtype, other.ndim):
             raise _uneven(name, two)
@@ -118,7 +115,16 @@ def growth(name: str, number: int, batch: Any, other_number: int, other_batch: A
             cause="samples are what grows with the keyword batch, and nothing does",
             next_step="use batch in the shapes of Workload(batch=...), or leave the keyword out for one batch",
         )
-    return Growth(name, tree, names, tuple(dims))
+    return Growth(name, names, tuple(dims))
+
+
+def _named_leaves(batch: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """The paths of the arrays of a batch, and the arrays.
+
+    The paths are its structure. A tree may be made anew for each batch with functions of its own, as a `TrainState` is.
+    """
+    leaves = jax.tree.leaves_with_path(batch)
+    return tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in leaves), [leaf for _, leaf in leaves]
 
 
 def samples_of_one(batch: Any) -> Samples:
