@@ -67,11 +67,14 @@ def measure_bytes(flags: Flags) -> Iterator[Row]:
         sys.path.insert(0, str(flags.maxtext))
     rows = list[Row]()
     for step in tomllib.loads(flags.file.read_text())["bytes"]:
-        row = {key: step.get(key) for key in ("name", "target", "policy", "total_gib", "temp_gib", "jax", "source")}
+        row = {
+            key: step.get(key) for key in ("name", "target", "policy", "total_gib", "temp_gib", "step_s", "jax", "source")
+        }
         if step["target"] == flags.target:
             own: dict[str, Any] = {"target": flags.target, "xla_remat": True}
             if flags.maxtext is not None:
                 row |= _compiled(Session(maxtext_words(step), **own), "own", step["batch"], "maxtext")
+                row["longer"] = step["step_s"] / row["maxtext_predicted_s"] - 1 if row["maxtext_predicted_s"] else None
             sizes = {
                 "scan_layers": step["scan_layers"],
                 "seq_len": step["seq_len"],
@@ -95,7 +98,9 @@ def maxtext_words(step: Row) -> str:
 
 def _compiled(session: Any, policy: str, batch: int, whose: str) -> Row:
     (record,) = session.compile(policy, batch).trials
-    return {f"{whose}_{name}_bytes": getattr(record, f"{name}_bytes") for name in ("total", "temp")}
+    return {f"{whose}_{name}_bytes": getattr(record, f"{name}_bytes") for name in ("total", "temp")} | {
+        f"{whose}_predicted_s": record.predicted_step_s
+    }
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -125,7 +130,10 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "bytes": (
         measure_bytes,
         2,
-        ("name", "target", "total_gib", "maxtext_total_bytes", "decoder_total_bytes", "temp_gib", "maxtext_temp_bytes"),
+        (
+            *("name", "target", "total_gib", "maxtext_total_bytes", "decoder_total_bytes", "temp_gib", "maxtext_temp_bytes"),
+            *("step_s", "maxtext_predicted_s", "longer"),
+        ),
     ),
 }
 
@@ -144,6 +152,8 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "decoder_total_bytes": ("our decoder", _gib),
     "temp_gib": ("published temp", str),
     "maxtext_temp_bytes": ("MaxText's temp", _gib),
+    "step_s": ("published s", "{:.3f}".format),
+    "maxtext_predicted_s": ("predicted s", "{:.3f}".format),
 }
 
 

@@ -3,8 +3,7 @@
     jaxremat run --maxtext "configs/base.yml model_name=qwen3-0.6b max_target_length=512" --target t4 --policy own minimal auto
 
 MaxText must be importable. A policy that its config can say is compiled by that config, so that every operation is MaxText's own.
-The step around the loss is made here, and does what MaxText's does: `tests/test_maxtext.py` compares their bytes.
-Its sources are https://github.com/AI-Hypercomputer/maxtext, `trainers/pre_train/train.py` and `train_compile.py`.
+The step around the loss is made here, as https://github.com/AI-Hypercomputer/maxtext has it in `trainers/pre_train/train.py`.
 """
 
 import functools
@@ -170,7 +169,7 @@ def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any
     own = (f"hardware={platform if platform in ('cpu', 'tpu') else 'gpu'}", f"base_output_directory={tempfile.gettempdir()}")
     job = (f"per_device_batch_size={batch}", "skip_jax_distributed_system=true", "internal_compile=true")
     job += (f"internal_compile_num_devices={len(devices)}", f"compile_topology_num_slices={len(nodes)}")
-    before = logging.root.manager.disable
+    before, environment = logging.root.manager.disable, dict(os.environ)
     logging.disable(logging.CRITICAL)  # MaxText logs what it raises, and its warnings come once for each batch
     try:
         return pyconfig.initialize(["", file, *_DEFAULTS, *own, *given, *job])
@@ -178,6 +177,8 @@ def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any
         raise _rejected(error.__context__ if isinstance(error, SystemExit) else error) from None
     finally:
         logging.disable(before)
+        os.environ.clear()  # MaxText adds flags of XLA to it, for a job
+        os.environ |= environment
 
 
 def _rejected(error: Any) -> UsageError:

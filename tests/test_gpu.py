@@ -28,7 +28,14 @@ def read(folder, text: str | bytes) -> GpuDescription:
 
 
 #: What times are predicted from. Each has a source of its own.
-RATES = ("peak_bf16_flops", "host_link_bandwidth", "node_link_bandwidth", "network_bandwidth")
+RATES = (
+    "peak_bf16_flops",
+    "peak_f16_flops",
+    "sustained_clock_ghz",
+    "host_link_bandwidth",
+    "node_link_bandwidth",
+    "network_bandwidth",
+)
 
 
 def written(name: str) -> dict:

@@ -104,13 +104,14 @@ class DeviceSpeed:
     """The peak rates of a device, and the shares of them that real kernels reach.
 
     Attributes:
-        bf16_flops: Peak FLOP/s of dense bf16 and f16 matmuls. Matmuls in f8 are predicted at this rate too.
+        bf16_flops: Peak FLOP/s of dense bf16 matmuls. Matmuls in f8 are predicted at this rate too.
         f32_flops: Peak FLOP/s of dense f32 matmuls. On NVIDIA GPUs this is the TF32 rate, since TF32 is XLA's default.
         bandwidth_bytes_per_s: Bandwidth of device memory.
         host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
         clocks_per_s: Clock cycles of all multiprocessors together in a second.
         calibration: The shares.
         links: What connects several devices. None for one device.
+        f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
     """
 
     bf16_flops: float
@@ -120,6 +121,7 @@ class DeviceSpeed:
     clocks_per_s: float
     calibration: Calibration
     links: Links | None = None
+    f16_flops: float | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -139,7 +141,9 @@ class DeviceSpeed:
 
     def peak_flops(self, dtype: str) -> float:
         """The peak FLOP/s of matmuls of the type `dtype`, such as `bf16`."""
-        return self.f32_flops if dtype in ("f32", "f64", "c64", "c128") else self.bf16_flops
+        if dtype in ("f32", "f64", "c64", "c128"):
+            return self.f32_flops
+        return self.f16_flops or self.bf16_flops if dtype == "f16" else self.bf16_flops
 
     def flops_per_s(self, dtype: str, kernel_class: KernelClass = "matmul") -> float:
         """The FLOP/s that kernels of a class reach with elements of type `dtype`, such as `bf16`."""

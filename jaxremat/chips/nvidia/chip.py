@@ -17,7 +17,7 @@ from jaxremat.chips.nvidia.gpu import (
     text_with_pool,
 )
 from jaxremat.chips.nvidia.options import OPTIONS
-from jaxremat.chips.nvidia.speed import speed_of
+from jaxremat.chips.nvidia.speed import TENSOR_FLOAT, speed_of
 from jaxremat.errors import JaxrematError, TargetError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Nvidia(Chip):
 
     def lacks_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Whether it is below 8.0: no bfloat16 in its tensor cores, and no fused attention."""
-        return capability is not None and capability < (8, 0)
+        return capability is not None and capability < TENSOR_FLOAT
 
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
         return refusal.missing(text, first_line, is_here=is_here)

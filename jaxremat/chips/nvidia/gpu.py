@@ -37,9 +37,10 @@ class GpuDescription:
     The fields have XLA's names. Sizes are in bytes, bandwidths in bytes/s, clock rates in GHz, and peaks in FLOP/s.
 
     `peak_bf16_flops` is the dense tensor-core peak with float32 accumulation. Only the prediction of times needs it and
-    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `node_link_bandwidth` is what one
-    GPU sends to others of its node, and `network_bandwidth` what it sends to other nodes, both in one direction. Only times on
-    several GPUs need them. `text` is XLA's text, if the description came from one.
+    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `peak_f16_flops` is the peak of
+    float16 where that is another one. `sustained_clock_ghz` is the clock in training where that is known to be lower.
+    `node_link_bandwidth` is what one GPU sends to others of its node, and `network_bandwidth` what it sends to other nodes, both
+    in one direction. Only times on several GPUs need them. `text` is XLA's text, if the description came from one.
     """
 
     description: str
@@ -54,6 +55,8 @@ class GpuDescription:
     threads_per_core_limit: int
     fpus_per_core: int
     peak_bf16_flops: int | None = None
+    peak_f16_flops: int | None = None
+    sustained_clock_ghz: float | None = None
     host_link_bandwidth: int | None = None
     node_link_bandwidth: int | None = None
     network_bandwidth: int | None = None

@@ -1,0 +1,125 @@
+"""Does a revision give the records of an earlier one? `python -m experiments.unchanged --since REVISION`.
+
+Requests for several models, policies, meshes and chips are run at both revisions, each with an empty cache. Their records are
+compared in each field: bytes, FLOPs, predicted seconds, plans. How long compiles took and the versions don't count, nor does a
+field that one of the two doesn't have and the other leaves empty. It is run where the code changes and the answers must not.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.common import RESULTS, Row, flags_of, write
+from jaxremat.cli.command import run_command
+from jaxremat.errors import UsageError
+from jaxremat.report.table import list_table
+
+ROOT = Path(__file__).parent.parent
+#: Fields that differ from run to run.
+NOT_COMPARED = {"lower_s", "compile_s", "versions"}
+REQUESTS = (
+    "--model tiny --target h100-80gb --policy none dots dots+attention nothing every:2 --batch 8",
+    "--model tiny --target l4 --policy dots",
+    "--model gpt2 --num-layers 4 --target h200 --policy auto --batch 16",
+    "--model gpt2 --num-layers 2 --attention xla --target rtx4090 --policy offload:block_input --batch 4 --scan-layers True",
+    "--model llama3.2-1b --num-layers 2 --target b200 --policy dots --batch 4 --xla-preset jax-toolbox",
+    "--model llama3.2-1b --num-layers 2 --target h100-80gb --mesh fsdp=8 --policy dots+attention nothing --batch 8",
+    "--model gemma-2b --num-layers 2 --target a100-80gb --policy dots --batch 2 --seq-len 512",
+    "--model mixtral-8x7b --num-layers 1 --target h200 --policy dots --batch 1 --seq-len 512",
+    "--model qwen3-0.6b --num-layers 2 --target a6000 --policy dots --batch 4 --seq-len 512",
+    "--model qwen3-30b-a3b --num-layers 1 --target gh200 --policy nothing --batch 1 --seq-len 256",
+    "--model examples/vit.py:workload --target h100-80gb --policy none dots auto --batch 16",
+    "--model examples/plain_scan.py:workload --target a100-40gb --policy nothing",
+    "--model examples/nnx_transformer.py:workload --target h100-80gb --policy dots --batch 4",
+)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Runs the same requests at two revisions, and compares their records."""
+
+    since: str = "HEAD"
+    """The earlier revision, such as a commit."""
+    out: Path = RESULTS
+
+
+def records_at(tree: Path, request: str) -> list[Any]:
+    """The records of a request, by the sources in `tree`. Those that a failed request has printed before are among them."""
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": cache}
+        command = [sys.executable, "-m", "jaxremat.run", "--json", *shlex.split(request)]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    return [*map(json.loads, done.stdout.splitlines()), *([{"error": done.stderr[-300:]}] if done.returncode else [])]
+
+
+def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
+    """The fields in which two records differ, such as `[0].total_bytes: 1 became 2`."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted({*one, *other} - NOT_COMPARED):
+            yield from differences(one.get(key), other.get(key), f"{place}.{key}")
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from differences(*pair, f"{place}[{number}]")
+    elif one != other:
+        yield f"{place}: {one} became {other}"[:300]
+
+
+def compared(tree: Path, request: str) -> Row:
+    """The row of a request: how many records it has, and in which fields they differ."""
+    before, now = records_at(tree, request), records_at(ROOT, request)
+    return {"request": request, "records": len(now), "differences": [*differences(before, now)]}
+
+
+def rows_of(flags: Flags) -> Iterator[Row]:
+    """Yields the row of each request.
+
+    Raises:
+        UsageError: there is no such revision.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "since")
+        if _git("worktree", "add", "--detach", str(tree), flags.since).returncode:
+            raise UsageError(
+                f"--since got {flags.since!r}", allowed="a revision of this repository", next_step="--since HEAD"
+            )
+        try:
+            for request in REQUESTS:
+                yield compared(tree, request)
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def work(flags: Flags) -> int:
+    """Files each row, prints the table, and returns 1 if a record differs."""
+    revisions = {name: _git("rev-parse", name).stdout.strip() for name in (flags.since, "HEAD")}
+    rows: list[Row] = []
+    for row in rows_of(flags):
+        rows.append(row)
+        print(f"{row['request']}: {row['differences'] or 'no difference'}", file=sys.stderr)
+        write(flags.out / "unchanged" / "unchanged.json", {"revisions": revisions, "rows": rows})
+    cells = [(row["request"], str(row["records"]), str(len(row["differences"]))) for row in rows]
+    Console().print(list_table("the same records", ("request", "records", "differences"), cells, left=1))
+    return 1 if any(row["differences"] for row in rows) else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the experiment and returns its exit code."""
+    flags = flags_of(Flags, argv, "experiments.unchanged")
+    return run_command(lambda: work(flags), name="experiments.unchanged", saved="the rows so far are filed")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
