@@ -9,12 +9,14 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxremat.cli.command import flags_command
-from jaxremat.cli.machine.checks import run_checks
 from jaxremat.cli.machine.facts import PROBE_LIMIT_S, Facts, collect
 from jaxremat.errors import bad_value
-from jaxremat.report.doctor import Row
+
+if TYPE_CHECKING:
+    from jaxremat.report.doctor import Row
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _doctor(flags: DoctorFlags) -> int:
     if not flags.limit > 0:
         raise bad_value("--limit", f"{flags.limit:g}", "a number above 0")
+    from jaxremat.cli.machine.checks import run_checks
     from jaxremat.report.progress import Progress
     from jaxremat.report.screen import shared_screen
 
@@ -48,7 +51,7 @@ def _doctor(flags: DoctorFlags) -> int:
     return int(any(row.state == "problem" for row in rows))
 
 
-def show(facts: Facts, rows: list[Row]) -> None:
+def show(facts: Facts, rows: "list[Row]") -> None:
     """Prints the table of checks, whether there is a problem, and the remedies to type."""
     from jaxremat.report.doctor import doctor_table, remedies, verdict
     from jaxremat.report.screen import print_text, shared_screen
@@ -62,7 +65,7 @@ def show(facts: Facts, rows: list[Row]) -> None:
             console.print(line, soft_wrap=True)
 
 
-def show_json(facts: Facts, rows: list[Row]) -> None:
+def show_json(facts: Facts, rows: "list[Row]") -> None:
     """Prints the checks and the facts that they are based on, as one JSON object for a program."""
     usable = not any(row.state == "problem" for row in rows)
     found = {"usable": usable, "rows": [dataclasses.asdict(row) for row in rows], "facts": dataclasses.asdict(facts)}
