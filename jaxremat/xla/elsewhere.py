@@ -93,7 +93,7 @@ def _without(value: Any, dropped: Collection[int]) -> Any:
 
     What reads their results reads their operands.
     """
-    if isinstance(value, core.ClosedJaxpr):
+    if isinstance(value, core.ClosedJaxpr) and value.jaxpr is not value:  # JAX 0.12 has one class for both
         return core.ClosedJaxpr(_without(value.jaxpr, dropped), value.consts)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         return type(value)(_without(part, dropped) for part in value)
