@@ -41,7 +41,7 @@ class Abacus(Chip):
     platform = "cpu"
     title = "Abacus"
     is_gpu = False
-    attention = FusedAttention("wooden", "wooden attention", "wooden_fwd", "no_such_folder", "takes beads")
+    attention = FusedAttention("wooden", "wooden attention", "no_such_folder", "takes beads")
     options = CompilerOptions(
         deviceless={"xla_made_up_frame": 1},
         kernel_cache="xla_made_up_cache",

@@ -14,7 +14,6 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxremat.chips.nvidia.attention import CUDNN
 from jaxremat.policy import jax_private
 from jaxremat.policy.spec import Names
 
@@ -183,7 +182,6 @@ def test_fused_attention(in_backward):
         return found
 
     found = kernels(jaxpr.jaxpr.eqns)
-    assert CUDNN.primitive == jax_private.FUSED_ATTENTION
     assert jax_private.FUSED_ATTENTION in found
     assert any("_bwd" in name for name in found) == in_backward
     assert {(scores, q, v) for scores, q, v, _ in found.values()} == {((2, 4, 128, 256), 64, 64)}
