@@ -89,6 +89,7 @@ def test_the_target_has_the_mesh_of_the_workload(devices, h100):
     assert on.speed.links
     assert [on.speed.links.node_of(number) for number in range(8)] == [0] * 8
     assert on.speed.links.order == tuple(range(8))[::-1]
+    assert on_mesh_of(workload, on, TRAIN) is on
     here = Mesh(np.array(jax.devices()[:1]), ("d",))
     few = dataclasses.replace(divided(8, target.devices[:4]), name="few")
     for wrong in (
