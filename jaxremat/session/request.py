@@ -133,9 +133,9 @@ def check_run(flags: RunFlags, model: RequestedModel | None = None) -> Request[R
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    flags = without_maxtext(flags)
     _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     request = check_step(flags, model)
+    flags = request.flags
     _check_run_flags(flags, request)
     if not flags.frontier:
         return request
