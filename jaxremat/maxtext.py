@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import MissingDependencyError, UsageError, bad_value, nearest
+from jaxremat.errors import MissingDependencyError, UsageError, bad_value, both, nearest, reject
 from jaxremat.policy.maxtext import config_lines, config_words
 
 if TYPE_CHECKING:
@@ -41,14 +41,19 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
         seq_len: `max_target_length`. None leaves the config's.
 
     Raises:
-        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config.
+        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config, or the text has a length beside
+            `seq_len`.
     """
     import jax
 
     from jaxremat.policy.with_policy import with_policy
     from jaxremat.workload.workload import Workload
 
-    words = (*config_words(text), *([] if seq_len is None else [f"max_target_length={seq_len}"]))
+    words = config_words(text)
+    if seq_len is not None:
+        length = next((word for word in words if word.startswith("max_target_length=")), "")
+        reject((length, both(length, f"sequences of {seq_len} tokens"), "leave it out beside --seq-len or --lengths"))
+        words = (*words, f"max_target_length={seq_len}")
     devices = tuple(devices or jax.devices()[:1])
     config, (mesh, state, places) = _config(words, batch, devices), _state(words, devices)
     num_tokens = config.global_batch_size_to_train_on * config.max_target_length

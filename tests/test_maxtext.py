@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import jaxremat
+from jaxremat import maxtext
 from jaxremat.errors import MissingDependencyError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, config_batch, config_lines, config_words
@@ -74,6 +75,13 @@ def test_what_contradicts_a_text(more):
     assert "both given" in raised.value.got
 
 
+def test_one_length():
+    """Without MaxText, too: a text with a length of its own has no other one."""
+    with pytest.raises(UsageError) as raised:
+        maxtext.workload("model_name=x max_target_length=128", seq_len=64)
+    assert "max_target_length=128" in raised.value.got
+
+
 # A policy as lines of the config.
 
 
@@ -131,8 +139,6 @@ def test_under_own_the_loss_is_the_authors():
 
 
 def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
-    from jaxremat import maxtext
-
     maxtext._trainer.cache_clear()
     monkeypatch.setitem(sys.modules, "maxtext", None)
     with pytest.raises(MissingDependencyError) as raised:
@@ -154,8 +160,6 @@ def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
 )
 @pytest.mark.full
 def test_what_maxtext_rejects_is_one_error(text):
-    from jaxremat import maxtext
-
     with pytest.raises(UsageError):
         maxtext.workload(text)
 
@@ -172,7 +176,6 @@ def bytes_of(answer):
 
 def bytes_of_train_step(more, batch, devices=1):
     """The bytes of MaxText's own train step, as its trainer jits it."""
-    from jaxremat import maxtext
 
     def workload(devices=None):
         config = maxtext._config(config_words(f"{TINY} {more}"), batch, tuple(devices or ()))
