@@ -22,6 +22,7 @@ from jaxremat.mesh.axes import MeshShape, OwnAxes, axes_of_data
 from jaxremat.policy.grammar import parse
 from jaxremat.session.session import Session
 from jaxremat.trial.findings import findings
+from jaxremat.workload.samples import LeafSamples, Samples
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.own_mesh import on_mesh_of
@@ -112,6 +113,15 @@ def test_a_session_and_its_flags(h100):
         with pytest.raises(UsageError) as caught:
             Session(divided, target=h100.name, **flags)
         assert "--devices" in caught.value.next_step
+
+
+def test_an_author_may_count_the_samples(h100):
+    def counted(batch: int = 8, devices: Any = None) -> Workload:
+        return dataclasses.replace(divided(batch, devices), samples=Samples(batch, (LeafSamples(0),)))
+
+    trials = Session(counted, target=h100.name, devices=8).trials
+    assert [*trials.batches(12)] == [4, 8, 12]
+    assert (trials.samples_at(12), trials.global_batch_at(12)) == (12, 12)
 
 
 @pytest.mark.full

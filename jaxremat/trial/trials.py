@@ -172,11 +172,10 @@ class Trials:
         None for a step with one batch of its own, which nobody has counted.
         """
         workload = self.workload_of(batch)
-        if workload.step is None:
-            return self.factory.rows_at(batch) or workload.num_samples
-        if self.factory.has_free_batch and (rows := self.factory.rows_at(batch)):
-            return rows
-        return batch * self.num_members if self.factory.has_free_batch else None
+        if workload.step is not None and not self.factory.has_free_batch:
+            return None
+        rows = self.factory.rows_at(batch, self.train) if workload.mesh else None
+        return rows or (workload.num_samples if workload.step is None else batch * self.num_members)
 
     def global_batch_at(self, batch: int) -> int:
         """Samples in a step on all devices."""
