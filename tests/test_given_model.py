@@ -55,6 +55,11 @@ def own_optimizer():
     return dataclasses.replace(workload(6), optimizer=optax.sgd(0.1))
 
 
+def flat():
+    x = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+    return jaxremat.Workload(loss=lambda w, x: (x * w).sum(), params=jnp.ones(4), batch=x, notes=("a note",))
+
+
 def step():
     return jaxremat.Workload(step=lambda w, x: w - 0.1 * x.sum(), args=(jnp.ones((4, 4)), jnp.ones(3)))
 """
@@ -150,6 +155,15 @@ def test_losses_and_layouts_of_ones_own(tmp_path, h100):
     assert "--model-arg" in caught.value.got
 
 
+def test_the_default_loss_is_the_first_one(tmp_path, h100, capsys):
+    """The function's workload is never made with the preset's default, full."""
+    spec = tmp_path / "given_chunked.py"
+    spec.write_text(CHOICES.replace("    one = jax", '    assert loss != "full"\n    one = jax'))
+    assert opened(h100, "--model", f"{spec}:workload").trials.train.loss == "chunked"
+    assert main(["--model", f"{spec}:workload", "--list", "optimizers", "--json"]) == 0
+    assert capsys.readouterr().out
+
+
 def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
     spec = tmp_path / "given_choices.py"
     spec.write_text(CHOICES)
@@ -214,6 +228,7 @@ def test_a_workload_of_one_batch_has_no_other(capsys, train):
         ("step", ["--optimizer", "lion"], ["--optimizer"]),
         ("step", ["--accumulate", "2"], ["--accumulate"]),
         ("step", ["--list", "names"], []),
+        ("flat", ["--list", "names"], []),
         ("workload", ["--policy", "every:9"], ["'every:9'", "9", "4"]),
         ("workload", ["--policy", "save:nonsense"], ["'save:nonsense'", "'nonsense'"]),
         ("workload", ["--layers", "blocks_*"], ["'blocks_*'"]),
@@ -224,6 +239,7 @@ def test_what_a_workload_cannot_do_is_one_error(train, attribute, argv, got):
     assert [text for text in got if text not in error.got] == []
     assert attribute == "workload" or f"given_train.py:{attribute}" in error.got
     assert error.next_step or error.allowed
+    assert "a note" not in error.cause
 
 
 @pytest.mark.full

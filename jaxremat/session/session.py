@@ -36,7 +36,7 @@ from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
-from jaxremat.session.workloads import fitted
+from jaxremat.session.workloads import fitted, with_own_loss
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
 from jaxremat.units import parse_bytes
@@ -156,6 +156,7 @@ class Session:
         flags = request.flags
         target = _in_job(request, target)
         factory = factory or request.model.factory(request, target, attention)
+        request = with_own_loss(request, factory)
         workload = factory.at(None, request.train)
         target = on_mesh_of(workload, target, request.train)
         is_batch_given = bool(request.batches)

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "clip_norm", "weight_decay")
 
 
+def with_own_loss(request: Request[Any], factory: "WorkloadFactory") -> Request[Any]:
+    """The request with the default loss of the user's function, unless a flag says another one.
+
+    A model that said its losses before its code ran has none of its own.
+    """
+    train = request.train
+    if request.model.num_layers is not None or request.flags.training.loss or train.loss != TrainConfig.loss:
+        return request
+    return replace(request, train=replace(train, loss=factory.options.get("loss", train.loss)))
+
+
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
     """The request with what the workload determines.
 
@@ -70,9 +81,7 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
     """
     if request.model.num_layers is not None:
         return request
-    loss, scans, train = request.flags.training.loss, request.flags.fields.scan_layers, request.train
-    if not loss and train.loss == TrainConfig.loss:
-        train = replace(train, loss=factory.options.get("loss", train.loss))
+    loss, scans = request.flags.training.loss, request.flags.fields.scan_layers
 
     def with_choices(one: RequestedPolicy) -> RequestedPolicy:
         if not isinstance(one.policy, Auto):
@@ -81,7 +90,7 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
         layouts = get_args(Layout) if has_layouts else ()
         return replace(one, policy=Auto((loss,) if loss else factory.losses(), layouts))
 
-    return replace(request, train=train, policies=tuple(map(with_choices, request.policies)))
+    return replace(request, policies=tuple(map(with_choices, request.policies)))
 
 
 def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
