@@ -164,6 +164,15 @@ def test_the_default_loss_is_the_first_one(tmp_path, h100, capsys):
     assert capsys.readouterr().out
 
 
+def test_a_whole_step_has_the_presets(train, h100):
+    argv = ["--model", f"{train}:step", "--xla-preset", "default", "latency-hiding"]
+    for more, text in (([], "none"), (["--policy", "own"], "own")):
+        policies = opened(h100, *argv, *more).request.policies
+        assert [(one.text, str(one.policy), one.xla_preset) for one in policies] == [
+            (text, text, preset) for preset in ("default", "latency-hiding")
+        ]
+
+
 def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
     spec = tmp_path / "given_choices.py"
     spec.write_text(CHOICES)

@@ -344,9 +344,9 @@ def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape
     return mesh, ()
 
 
-def uneven_groups(total: int, mesh: MeshShape | None) -> UsageError:
+def uneven_groups(total: int, mesh: MeshShape) -> UsageError:
     """The error of a --global-batch that the data-parallel groups of a mesh don't share evenly."""
-    groups = mesh.num_members if mesh else 1
+    groups = mesh.num_members
     return UsageError(
         f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
         allowed="a global batch that all of them share evenly",

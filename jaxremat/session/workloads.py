@@ -36,8 +36,8 @@ def with_own_loss(request: Request[Any], factory: "WorkloadFactory") -> Request[
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
     """The request with what the workload determines.
 
-    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none`. The losses and
-    layouts that a plan chooses among are those that a function of the user's own takes.
+    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none` or `own`.
+    The losses and layouts that a plan chooses among are those that a function of the user's own takes.
 
     Raises:
         UsageError: something was requested that this workload can't do.
@@ -94,9 +94,10 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
 
 
 def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if the requested mesh and the workload's own are two.
+    """Raises UsageError for a requested mesh that the workload can't have.
 
-    And if arguments of a whole step don't say how they lie on the requested mesh.
+    The workload brings its own mesh, the data-parallel groups don't share the global batch evenly, or arguments of a whole step
+    don't say how they lie.
     """
     import jax
 
@@ -108,8 +109,8 @@ def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Wo
                 next_step="--devices N in place of --mesh",
             )
         return
-    groups, total = request.mesh.num_members if request.mesh else 1, request.flags.global_batch
-    if total is not None and total % groups:
+    total = request.flags.global_batch
+    if request.mesh and total is not None and total % request.mesh.num_members:
         raise uneven_groups(total, request.mesh)
     if workload.step is None:
         return
@@ -142,8 +143,8 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
         (others, f"{requested} was requested, {is_step}", loss,
          "a policy goes around layers, before the gradient is taken", "none or own, which compile the step as it is"),
     )  # fmt: skip
-    as_it_is = tuple(one for one in request.policies if one.policy in (NONE, OWN))
-    return replace(request, policies=as_it_is or (RequestedPolicy("none", NONE),))
+    as_it_is = (one if one.policy in (NONE, OWN) else replace(one, text="none", policy=NONE) for one in request.policies)
+    return replace(request, policies=tuple(as_it_is))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:
