@@ -144,6 +144,7 @@ def test_losses_and_layouts_of_ones_own(tmp_path, h100):
     assert (own.trials.factory.facts(own.trials.train).loss, own.trials.factory.layout()) == ("chunked", "unrolled")
     assert own.trials.with_loss("full").workload_at().num_tokens == 1
     scanned = own.trials.with_layout("loop").factory
+    assert own.trials.with_layout("unrolled").factory is own.trials.factory
     assert [one.found and one.found.kinds[0].in_scan for one in (scanned, own.trials.factory)] == [True, False]
     assert (scanned.config()["scan_layers"], scanned.num_layers()) == (True, 3)
     fixed = opened(h100, "--model", f"{spec}:workload", "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")

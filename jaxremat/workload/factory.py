@@ -108,8 +108,11 @@ class WorkloadFactory:
         return next(iter(sizes)) if len(sizes) == 1 else None
 
     def on(self, mesh: AnyMesh | None) -> Self:
-        """The same workload for the devices of another mesh."""
-        return replace(self, mesh=mesh)
+        """The same workload for the devices of another mesh.
+
+        The workload itself if it was made for none: its functions get the mesh when they are traced.
+        """
+        return self if self.mesh is None and self.target is None else replace(self, mesh=mesh)
 
     def config(self) -> dict[str, Any]:
         """The requested workload, as records hold it under `config.model`."""
@@ -133,9 +136,11 @@ class WorkloadFactory:
     def with_layout(self, layout: Layout) -> Self:
         """The same workload with its layers in this layout.
 
-        The workload itself if only its author can change that.
+        The workload itself if they are in it already, or only its author can change that.
         """
-        return replace(self, options={**self.options, "scan_layers": layout == "loop"}) if self.layout() else self
+        if self.layout() in (None, layout):
+            return self
+        return replace(self, options={**self.options, "scan_layers": layout == "loop"})
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
         """Lines of its own for a command's heading, with the bytes at a batch.
