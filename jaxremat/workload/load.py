@@ -53,6 +53,11 @@ _TAKES = {
     "loss": ("--loss", "loss: str = 'full'"),
     "scan_layers": ("--scan-layers", "scan_layers: bool = True"),
 }
+#: The functions of a workload that aren't functions of arrays, by how they are run in `user_code`.
+_OTHER_FUNCTIONS = {
+    wrap_user_batches: ("batches", "eval_batches"),
+    wrap_user_function: ("as_config", "data_hash", "logical_axes", "otherwise"),
+}
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -394,9 +399,10 @@ def _in_user_code(workload: "Workload", name: str) -> "Workload":
     from jaxremat.workload.workload import with_functions
 
     wrapped = with_functions(workload, lambda function, part: wrap_user_function(function, f"the {part} of {name}"))
-    batches = {
-        part: wrap_user_batches(function, f"the {part} of {name}")
-        for part in ("batches", "eval_batches")
+    others = {
+        part: wrap(function, f"the {part} of {name}")
+        for wrap, parts in _OTHER_FUNCTIONS.items()
+        for part in parts
         if (function := vars(workload)[part]) is not None
     }
-    return replace(wrapped, name=workload.name or name, **batches)
+    return replace(wrapped, name=workload.name or name, **others)
