@@ -12,7 +12,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.config import parse_loss
 from jaxremat.errors import UsageError, both, nearest, reject
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
@@ -342,12 +342,16 @@ def _options(signature: inspect.Signature | None, arguments: dict[str, Any]) -> 
     """
     parameters = signature.parameters if signature else {}
     free = {name: parameter.default for name, parameter in parameters.items() if name not in arguments}
-    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(free.get("loss")))
-    return {
-        name: free[name]
-        for name, holds in (("loss", is_loss), ("scan_layers", type(free.get("scan_layers")) is bool))
-        if holds
-    }
+    holds = {"loss": _is_loss(free.get("loss")), "scan_layers": type(free.get("scan_layers")) is bool}
+    return {name: free[name] for name in holds if holds[name]}
+
+
+def _is_loss(value: Any) -> bool:
+    try:
+        parse_loss(str(value))
+    except UsageError:
+        return False
+    return True
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:
