@@ -2,7 +2,7 @@
 
     jaxremat run --maxtext "configs/base.yml model_name=qwen3-0.6b max_target_length=512" --target t4 --policy own minimal auto
 
-MaxText must be importable. A policy that its config can say is compiled by that config, so that every operation is MaxText's own.
+MaxText must be importable. A policy that its config can say is compiled by that config, and every operation is MaxText's own.
 The step around the loss is made here, as https://github.com/AI-Hypercomputer/maxtext has it in `trainers/pre_train/train.py`.
 """
 
@@ -92,8 +92,8 @@ def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     trainer, rules = _trainer(), linen.logical_axis_rules(config.logical_axis_rules)
     args, _, shardings, _, model = trainer.get_shaped_inputs(mesh, config)
     of_params, shardings = trainer.sharding.maybe_update_params_sharding_with_opt(config, shardings)
-    of_data, signature = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
-    step, ins, outs, _, donated = signature.get_functional_train_with_signature(
+    of_data, utils = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
+    step, ins, outs, _, donated = utils.get_functional_train_with_signature(
         trainer.train.train_step, of_data, shardings, model, config, of_params
     )
     return jax.jit(rules(step), in_shardings=ins, out_shardings=outs, donate_argnums=donated), args

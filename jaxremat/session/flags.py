@@ -3,7 +3,7 @@
 Commands share a flag by inheriting its dataclass.
 
 The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(8, 16), ...)`. `request.py` checks the
-values. This module imports no JAX, so that `--help` starts fast.
+values. This module imports no JAX, so `--help` starts fast.
 """
 
 import dataclasses

@@ -66,7 +66,7 @@ def _at_length(flags: RunFlags, length: int) -> RunFlags:
 
 
 def bucketed_by(flags: RunFlags) -> Bucketed:
-    """The sequences of --lengths in buckets, so that the padded sequences have the fewest FLOPs.
+    """The sequences of --lengths in the buckets in which padded sequences have the fewest FLOPs.
 
     The FLOPs of a workload of the user's own aren't known before its code runs. Its sequences cost what they have in tokens.
 

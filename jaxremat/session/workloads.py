@@ -63,7 +63,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     reject(
         (request.mesh and workload.step is None and workload.mesh is None,
          f"a mesh of {num_devices} devices was requested, {has}", free,
-         "each device has samples of its own, so that the batch of the step depends on the mesh"),
+         "each device has samples of its own, so the batch of the step depends on the mesh"),
         (isinstance(flags, RunFlags) and flags.objective == "batch", f"--objective batch looks for the batch, {has}",
          f"--objective time, or {free}"),
         (total % own, f"--global-batch {total} was requested, {has}", f"--global-batch {own * max(1, total // own)}", "",

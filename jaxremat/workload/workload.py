@@ -1,6 +1,6 @@
 """`jaxremat.Workload`: what is trained, however it was written.
 
-A loss with its parameters and one batch is enough. Shapes stand for arrays, so that nothing is allocated:
+A loss with its parameters and one batch is enough. Shapes stand for arrays, so nothing is allocated:
 
     params = jax.eval_shape(init, jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((8, 128), jnp.float32), "y": jax.ShapeDtypeStruct((8,), jnp.int32)}
@@ -366,7 +366,7 @@ def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
 def _num_arguments(function: Callable[..., Any]) -> int | None:
     """How many positional arguments a function needs.
 
-    None where its signature can't be read, or it takes any number. Arguments with a default don't count, so that
+    None where its signature can't be read, or it takes any number. Arguments with a default don't count:
     `loss(params, batch, scale=1.0)` has two.
     """
     parameters = _parameters(function)

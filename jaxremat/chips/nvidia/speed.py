@@ -11,7 +11,7 @@ from jaxremat.mesh.axes import MeshShape
 
 #: The least compute capability with bfloat16 and TF32 in its tensor cores.
 TENSOR_FLOAT = (8, 0)
-#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes, so that half of what it sends is data.
+#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes: half of what it sends is data.
 NCCL = (Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
 
