@@ -189,6 +189,19 @@ def test_names_are_read_from_any_policy():
     assert names_in_jax_policy(POLICIES.nothing_saveable, written) == names_in_jax_policy(None, written) == set()
 
 
+def test_the_names_of_a_preset_that_are_written_nowhere_do_not_count():
+    """Neither before a program is traced under the preset, nor after."""
+    (preset,) = parse("save_qkv_proj").layer_policies
+    policy = preset.to_jax()
+    assert names_in_jax_policy(policy, {"query_proj"}) == {"query_proj"}
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "query_proj")).sum()
+
+    assert traced_of(jax.grad(loss), X).policy_names == {"query_proj"}
+
+
 def test_a_scan_over_microbatches_leaves_its_checkpoints_mergeable():
     def accumulated(ws, xs):
         step = unrolled(jax.checkpoint(layer, prevent_cse=False))

@@ -156,9 +156,8 @@ def _constraints_elsewhere(facts: LintInput) -> Iterator[Finding]:
 
 
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
-    names, typed = sorted(facts.traced.names), set(facts.policy.names(typed=True) if facts.policy else ())
-    preset = set(facts.policy.names() if facts.policy else ()) - typed
-    for name in sorted((facts.traced.policy_names | typed).difference(names, preset)):
+    names, typed = sorted(facts.traced.names), facts.policy.names(typed=True) if facts.policy else ()
+    for name in sorted(facts.traced.policy_names.union(typed).difference(names)):
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",
