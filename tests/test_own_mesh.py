@@ -104,6 +104,10 @@ def test_a_session_and_its_flags(h100):
     trials = session.trials
     assert str(trials.target.mesh_shape) == "d=4,m=2"
     assert [*trials.batches(20)] == [4, 8, 12, 16, 20]
+    for few in (trials, dataclasses.replace(trials, global_batch=6)):
+        with pytest.raises(UsageError) as caught:
+            few.batches(3 if few is trials else None)
+        assert "4" in caught.value.allowed
     assert trials.global_batch_at(16) == 16
     assert sum(leaf.device_bytes for leaf in trials.arguments_on_mesh(8) if leaf.is_batch) == 2 * 256 * 4
     assert [leaf.axes for leaf in trials.arguments_on_mesh(8) if "/mu/" in leaf.name] == 3 * [frozenset({"m"})]
