@@ -161,6 +161,20 @@ def test_the_example(h100):
 
 
 @pytest.mark.full
+def test_shardings_that_contradict_each_other(devices, h100):
+    """A jitted step's, and its arguments': an error with a remedy. JAX's error of a `shard_map` is about something else."""
+    mesh = Mesh(np.array(devices), ("d",), axis_types=(AxisType.Explicit,))
+    target = dataclasses.replace(load_target(h100.name, MeshShape(fsdp=8)), mesh=mesh, mesh_shape=OwnAxes((("d", 8),)))
+    args = (struct(mesh, (64, 64)),)
+    with pytest.raises(UsageError) as caught:
+        lower_and_compile(jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("d"))), args, target)
+    assert "in_shardings" in caught.value.got
+    with pytest.raises(ValueError, match="shard_map") as others:
+        lower_and_compile(jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("d"), out_specs=P("d")), args, target)
+    assert not isinstance(others.value, UsageError)
+
+
+@pytest.mark.full
 def test_constraints_on_this_machine(h100):
     """For one device they are dropped, and the bytes are those without them. For several, an error names the remedy."""
     mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
