@@ -80,7 +80,7 @@ def test_a_remedy_has_the_flags_that_its_reader_has(reader, has_policy, has_loss
 
 def test_the_remedy_of_attention_is_the_policy_that_saves_it():
     mix = "1*nothing|1*save:query_proj", "1*nothing+attention|1*save:query_proj+attention"
-    for text, remedy in (("dots", "dots+attention"), mix):
+    for text, remedy in (("dots", "dots+attention"), ("own", "dots+attention"), mix):
         facts = replace(made_up()["attention-twice"], policy=parse(text), remedies="flags")
         assert one(find(facts), "attention-twice").remedy.split() == ["--policy", remedy]
     for text in ("every:2+dots", "one-in:2"):  # they compute whole groups again on purpose
