@@ -21,6 +21,7 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape, OwnAxes, axes_of_data
 from jaxremat.policy.grammar import parse
 from jaxremat.session.session import Session
+from jaxremat.step.step import arguments_on_mesh
 from jaxremat.trial.findings import findings
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
@@ -117,6 +118,21 @@ def test_a_session_and_its_flags(h100):
         assert "--devices" in caught.value.next_step
 
 
+def test_parameters_that_are_one_array_lie_as_it_says(h100):
+    """And so does what the optimizer has of them."""
+    target = load_target(h100.name, MeshShape(fsdp=8))
+    mesh = Mesh(np.reshape(target.devices, (4, 2)), ("d", "m"))
+    bare = Workload(
+        loss=lambda w, x: jnp.mean(x @ w),
+        params=struct(mesh, (256, 256), None, "m"),
+        batch=struct(mesh, (8, 256), "d"),
+        mesh=mesh,
+    )
+    assert on_mesh_of(bare, target, TRAIN).mesh_shape == OwnAxes((("d", 4), ("m", 2)), ("d",), ("m",))
+    leaves = arguments_on_mesh(mesh, bare, TRAIN)
+    assert [leaf.axes for leaf in leaves if leaf.shape == (256, 256)] == 3 * [frozenset({"m"})]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_auto_and_explicit_axes(kind, h100):
@@ -204,6 +220,7 @@ def test_constraints_on_this_machine(h100):
 ON_CPUS = """
 import json, jax, numpy as np
 from jaxremat.session.session import Session
+from jaxremat.step.step import arguments_on_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
