@@ -37,9 +37,9 @@ def constraints_elsewhere(jaxpr: Any, target: Target) -> tuple[Any, ...]:
 
 
 def of_shardings(error: ValueError, target: Target) -> UsageError | None:
-    """JAX's error of a program whose arrays lie on other devices, or of a jitted step with other shardings than its arguments.
+    """JAX's error about shardings as an error with a remedy; None of any other error.
 
-    None of any other error.
+    It is that arrays lie on other devices, or that a jitted step has other shardings than its arguments.
     """
     text = str(error)
     if "incompatible devices" in text:
