@@ -21,6 +21,7 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape, OwnAxes, axes_of_data
 from jaxremat.policy.grammar import parse
 from jaxremat.session.session import Session
+from jaxremat.step.step import arguments_on_mesh
 from jaxremat.trial.findings import findings
 from jaxremat.workload.samples import LeafSamples, Samples
 from jaxremat.workload.workload import Workload
@@ -106,6 +107,10 @@ def test_a_session_and_its_flags(h100):
     trials = session.trials
     assert str(trials.target.mesh_shape) == "d=4,m=2"
     assert [*trials.batches(20)] == [4, 8, 12, 16, 20]
+    for few in (trials, dataclasses.replace(trials, global_batch=6)):
+        with pytest.raises(UsageError) as caught:
+            few.batches(3 if few is trials else None)
+        assert "4" in caught.value.allowed
     assert trials.global_batch_at(16) == 16
     assert sum(leaf.device_bytes for leaf in trials.arguments_on_mesh(8) if leaf.is_batch) == 2 * 256 * 4
     assert [leaf.axes for leaf in trials.arguments_on_mesh(8) if "/mu/" in leaf.name] == 3 * [frozenset({"m"})]
@@ -122,6 +127,21 @@ def test_an_author_may_count_the_samples(h100):
     trials = Session(counted, target=h100.name, devices=8).trials
     assert [*trials.batches(12)] == [4, 8, 12]
     assert (trials.samples_at(12), trials.global_batch_at(12)) == (12, 12)
+
+
+def test_parameters_that_are_one_array_lie_as_it_says(h100):
+    """And so does what the optimizer has of them."""
+    target = load_target(h100.name, MeshShape(fsdp=8))
+    mesh = Mesh(np.reshape(target.devices, (4, 2)), ("d", "m"))
+    bare = Workload(
+        loss=lambda w, x: jnp.mean(x @ w),
+        params=struct(mesh, (256, 256), None, "m"),
+        batch=struct(mesh, (8, 256), "d"),
+        mesh=mesh,
+    )
+    assert on_mesh_of(bare, target, TRAIN).mesh_shape == OwnAxes((("d", 4), ("m", 2)), ("d",), ("m",))
+    leaves = arguments_on_mesh(mesh, bare, TRAIN)
+    assert [leaf.axes for leaf in leaves if leaf.shape == (256, 256)] == 3 * [frozenset({"m"})]
 
 
 @pytest.mark.full
@@ -168,6 +188,20 @@ def test_the_example(h100):
 
 
 @pytest.mark.full
+def test_shardings_that_contradict_each_other(devices, h100):
+    """A jitted step's, and its arguments': an error with a remedy. JAX's error of a `shard_map` is about something else."""
+    mesh = Mesh(np.array(devices), ("d",), axis_types=(AxisType.Explicit,))
+    target = dataclasses.replace(load_target(h100.name, MeshShape(fsdp=8)), mesh=mesh, mesh_shape=OwnAxes((("d", 8),)))
+    args = (struct(mesh, (64, 64)),)
+    with pytest.raises(UsageError) as caught:
+        lower_and_compile(jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("d"))), args, target)
+    assert "in_shardings" in caught.value.got
+    with pytest.raises(ValueError, match="shard_map") as others:
+        lower_and_compile(jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("d"), out_specs=P("d")), args, target)
+    assert not isinstance(others.value, UsageError)
+
+
+@pytest.mark.full
 def test_constraints_on_this_machine(h100):
     """For one device they are dropped, and the bytes are those without them. For several, an error names the remedy."""
     mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
@@ -197,6 +231,7 @@ def test_constraints_on_this_machine(h100):
 ON_CPUS = """
 import json, jax, numpy as np
 from jaxremat.session.session import Session
+from jaxremat.step.step import arguments_on_mesh
 from jaxremat.policy.grammar import parse
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings

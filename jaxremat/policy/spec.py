@@ -349,13 +349,14 @@ class JaxPolicy:
         """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
         from jaxremat.policy.jax_private import FUSED_ATTENTION, is_recompute_decision
 
-        decision = self._of_jax(primitive, *avals, **params)
+        decision = _of_jax(self.policy)(primitive, *avals, **params)
         attends = self.policy.attention and primitive.name == FUSED_ATTENTION
         return True if attends and is_recompute_decision(decision) else decision
 
-    @functools.cached_property
-    def _of_jax(self) -> Callable[..., Any]:
-        return self.policy.jax_callable()
+
+@functools.cache
+def _of_jax(policy: LayerPolicy) -> Callable[..., Any]:
+    return policy.jax_callable()
 
 
 @dataclass(frozen=True)
