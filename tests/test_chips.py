@@ -46,7 +46,6 @@ class Abacus(Chip):
         deviceless={"xla_made_up_frame": 1},
         kernel_cache="xla_made_up_cache",
         matmuls=MatmulSwitch("xla_made_up_fingers", on="triton", off="cublas", autotune="xla_made_up_level"),
-        presets={"fast": {"xla_made_up_oil": True}},
     )
     calls = ((r"abacus\$mm", "matmul"),)
     with_workspace = "abacus"

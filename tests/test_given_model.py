@@ -98,6 +98,12 @@ def train(tmp_path):
     return str(tmp_path / "given_train.py")
 
 
+@pytest.fixture
+def choices(tmp_path):
+    (tmp_path / "given_choices.py").write_text(CHOICES)
+    return f"{tmp_path}/given_choices.py:workload"
+
+
 def records(
     kind: type[RecordT], capsys: pytest.CaptureFixture[str], argv: list[str], command: Callable[[list[str]], int] = main
 ) -> list[RecordT]:
@@ -135,11 +141,9 @@ def test_a_keyword_that_the_function_lacks_is_rejected_by_its_flag(train, h100, 
         assert spec.rpartition("/")[2] in caught.value.got
 
 
-def test_losses_and_layouts_of_ones_own(tmp_path, h100):
+def test_losses_and_layouts_of_ones_own(choices, h100):
     """A plan chooses among them, and flags fix them, as for a preset."""
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    own = opened(h100, "--model", f"{spec}:workload", "--policy", "auto")
+    own = opened(h100, "--model", choices, "--policy", "auto")
     assert own.request.policies[0].policy == Auto(("full", "chunked"), ("loop", "unrolled"))
     assert (own.trials.factory.facts(own.trials.train).loss, own.trials.factory.layout()) == ("chunked", "unrolled")
     assert own.trials.with_loss("full").workload_at().num_tokens == 1
@@ -147,11 +151,11 @@ def test_losses_and_layouts_of_ones_own(tmp_path, h100):
     assert own.trials.with_layout("unrolled").factory is own.trials.factory
     assert [one.found and one.found.kinds[0].in_scan for one in (scanned, own.trials.factory)] == [True, False]
     assert (scanned.config()["scan_layers"], scanned.num_layers()) == (True, 3)
-    fixed = opened(h100, "--model", f"{spec}:workload", "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")
+    fixed = opened(h100, "--model", choices, "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")
     assert fixed.request.policies[0].policy == Auto(("chunked:4",))
     assert (fixed.trials.factory.facts(fixed.trials.train).loss, fixed.trials.factory.layout()) == ("chunked:4", "loop")
     with pytest.raises(UsageError) as caught:
-        opened(h100, "--model", f"{spec}:workload", "--loss", "full", "--model-arg", "loss=full")
+        opened(h100, "--model", choices, "--loss", "full", "--model-arg", "loss=full")
     assert "--loss" in caught.value.got
     assert "--model-arg" in caught.value.got
 
@@ -174,10 +178,8 @@ def test_a_whole_step_has_the_presets(train, h100):
         ]
 
 
-def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    assert "sample_tokens" not in opened(h100, "--model", f"{spec}:workload").request.model.no_effect
+def test_sample_tokens_has_an_effect_where_the_workload_writes_text(choices, train, h100):
+    assert "sample_tokens" not in opened(h100, "--model", choices).request.model.no_effect
     assert "sample_tokens" in opened(h100, "--model", f"{train}:workload").request.model.no_effect
 
 
@@ -189,10 +191,8 @@ def test_a_keyword_of_another_meaning_is_the_function_s_own(tmp_path, h100):
 
 
 @pytest.mark.full
-def test_a_plan_for_ones_own_has_a_loss_and_a_layout(capsys, tmp_path):
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    argv = ["--model", f"{spec}:workload", "--policy", "auto", "--target", "h100-80gb", "--batch", "8", "--json"]
+def test_a_plan_for_ones_own_has_a_loss_and_a_layout(capsys, choices):
+    argv = ["--model", choices, "--policy", "auto", "--target", "h100-80gb", "--batch", "8", "--json"]
     assert main(argv) == 0
     plan, *_ = [
         row for line in capsys.readouterr().out.splitlines() if isinstance(row := from_row(json.loads(line)), PlanRecord)

@@ -144,7 +144,6 @@ def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
     with pytest.raises(MissingDependencyError) as raised:
         maxtext.workload(TINY)
     assert "pip install" in raised.value.next_step
-    maxtext._trainer.cache_clear()
 
 
 @has_maxtext

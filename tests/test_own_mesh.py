@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxremat
 from jaxremat.chips.target import load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
@@ -27,9 +26,11 @@ from jaxremat.workload.samples import LeafSamples, Samples
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.own_mesh import on_mesh_of
-from tests.own_mesh_parts import SMALL, example
 
 TRAIN = TrainConfig()
+#: The example of a mesh of its own, and a tiny size of it.
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_mesh.py"
+SMALL = ("width=256", "num_layers=3", "seq_len=128")
 
 
 def struct(mesh: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
@@ -51,11 +52,6 @@ def divided(batch: int = 8, devices: Any = None, kind: AxisType = AxisType.Auto)
 
     params = [struct(mesh, (256, 256), None, "m") for _ in range(3)]
     return Workload(loss=loss, params=params, batch=struct(mesh, (batch, 256), "d"), mesh=mesh)
-
-
-@pytest.fixture
-def devices(h100: Any) -> list[Any]:
-    return load_target(h100.name, MeshShape(fsdp=8)).devices
 
 
 def test_axes_of_any_names():
@@ -81,7 +77,7 @@ def test_arrays_lie_on_the_mesh():
             dataclasses.replace(workload, **wrong)
 
 
-def test_the_target_has_the_mesh_of_the_workload(devices, h100):
+def test_the_target_has_the_mesh_of_the_workload(h100):
     target = load_target(h100.name, MeshShape(fsdp=8))
     workload = divided(8, target.devices[::-1])
     on = on_mesh_of(workload, target, TRAIN)
@@ -163,8 +159,7 @@ def test_auto_and_explicit_axes(kind, h100):
 @pytest.mark.full
 def test_the_example(h100):
     """A jitted step has the bytes of the same step that is compiled by hand, and the loss has them under `none`."""
-    module = example()
-    session = Session(lambda batch=8, devices=None: module.whole_step(batch, devices, **SMALL), target=h100.name, devices=8)
+    session = Session(f"{EXAMPLE}:whole_step", target=h100.name, devices=8, model_arg=SMALL)
     step = session.trials.record(parse("none"), 8)
     workload = session.trials.workload_of(8)
     with jax.set_mesh(workload.mesh):
@@ -176,9 +171,7 @@ def test_the_example(h100):
     assert step.output_bytes == by_hand.output_size_in_bytes
     assert step.mesh == "fsdp=4,tensor=2"
     assert step.global_batch == 32
-    trials = Session(
-        lambda batch=8, devices=None: module.workload(batch, devices, **SMALL), target=h100.name, devices=8
-    ).trials
+    trials = Session(f"{EXAMPLE}:workload", target=h100.name, devices=8, model_arg=SMALL).trials
     none, nothing = (trials.record(parse(policy), 64) for policy in ("none", "nothing"))
     assert none.total_bytes
     assert nothing.total_bytes
@@ -229,36 +222,43 @@ def test_constraints_on_this_machine(h100):
 
 
 ON_CPUS = """
-import json, jax, numpy as np
-from jaxremat.session.session import Session
-from jaxremat.step.step import arguments_on_mesh
+import json, sys
+from tests.eight_devices import QUICK, difference
+import jax
+import numpy as np
 from jaxremat.policy.grammar import parse
+from jaxremat.session.session import Session
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import step_shardings
-from tests.own_mesh_parts import SMALL, example
-module = example()
-sizes = SMALL | {"width": 64, "seq_len": 32}
-trials = Session(lambda batch=2, devices=None: module.workload(batch, devices, **sizes), target="cpu", devices=8).trials
+
+session = Session(
+    sys.argv[1], target="cpu", devices=8, model_arg=("width=64", "num_layers=3", "seq_len=32"), optimizer="sgd-momentum",
+    learning_rate=1.0,
+).with_trials(options=QUICK)
+trials = session.trials
 workload = trials.workload_of(2)
 shardings = step_shardings(workload.mesh, workload, trials.train)[0]
-for policy in ("none", "nothing"):
-    compiled = trials.compile(parse(policy), 2).compiled
-    state = first_state(workload, trials.train, None, shardings[0])
-    state, loss = compiled(state, jax.device_put(next(inputs(workload, trials.train)), shardings[1]))
-    print(json.dumps([float(loss), float(sum(np.abs(np.asarray(leaf)).sum() for leaf in jax.tree.leaves(state.params)))]))
+batch = jax.device_put(next(inputs(workload, trials.train)), shardings[1])
+
+def after(policy):
+    state, loss = trials.compile(parse(policy), 2).compiled(first_state(workload, trials.train, None, shardings[0]), batch)
+    return {"loss": loss} | {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+
+none = after("none")
+for policy in ("nothing", "every:2"):
+    found = after(policy)
+    print(json.dumps({name: difference([found[name]], [leaf]) for name, leaf in none.items()}))
 """
 
 
 @pytest.mark.full
 def test_a_policy_changes_no_loss_and_no_gradient_on_8_devices():
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-c", ON_CPUS], env=env, capture_output=True, text=True, check=False)
+    """Of each leaf alone, after a step of gradient descent with a rate of 1. The optimizer's state is the gradient."""
+    command = [sys.executable, "-c", ON_CPUS, f"{EXAMPLE}:workload"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert ran.returncode == 0, ran.stderr
-    none, *others = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
-    assert len(others) == 1
-    for other in others:
-        assert other == pytest.approx(none, rel=1e-3)
-
-
-def test_the_public_workload_has_a_mesh():
-    assert "mesh" in {field.name for field in dataclasses.fields(jaxremat.Workload)}
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert sum("trace" in name for name in row) == 10
+        assert {name: off for name, off in row.items() if not off <= 1e-6} == {}

@@ -30,7 +30,9 @@ DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 
 
 def check_aot_wheels() -> None:
-    """Checks that the wheels of the `aot` extra are installed. A CUDA toolkit stands in for some of them.
+    """Checks that the wheels of the `aot` extra are installed.
+
+    A CUDA toolkit stands in for some of them.
 
     Raises:
         MissingDependencyError: wheels are missing. The message names them.
@@ -45,7 +47,10 @@ def check_aot_wheels() -> None:
 
 
 def has_toolkit() -> bool:
-    """Whether a CUDA toolkit is where XLA looks for one: in `CUDA_ROOT`, else in `/usr/local/cuda`."""
+    """Whether a CUDA toolkit is where XLA looks for one.
+
+    That is `CUDA_ROOT`, or else `/usr/local/cuda`.
+    """
     root = Path(os.environ.get("CUDA_ROOT") or "/usr/local/cuda")
     return all((root / file).exists() for file in TOOLKIT_FILES)
 

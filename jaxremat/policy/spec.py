@@ -55,8 +55,8 @@ class Policy(ABC):
 
     It is the base of all policies, which are frozen dataclasses. `str(policy)` is its text.
 
-    A new policy for several layers is a class with `forms`, `read`, `__str__`, `layer_policies` and `layers`, which
-    `grammar.register` adds.
+    A new policy for several layers is a class with `forms`, `read`, `__str__`, `layer_policies` and `layers`, and stands in
+    `grammar.POLICIES`.
 
     Attributes:
         forms: its rows in the table of the grammar.
