@@ -6,6 +6,7 @@ References:
 
 from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.chips.nvidia.gpu import GpuDescription
+from jaxremat.chips.nvidia.tables import load_tables
 from jaxremat.chips.speed import DeviceSpeed, Links, Protocol
 from jaxremat.mesh.axes import MeshShape
 
@@ -41,4 +42,5 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
         calibration=load_calibration(gpu.compute_capability),
         links=links,
+        tables=load_tables(gpu.compute_capability),
     )
