@@ -163,16 +163,20 @@ def test_a_probe_and_a_training_compile_no_base(h100):
 
 @pytest.mark.full
 def test_processes_of_a_command_share_the_count(h100, tmp_path, monkeypatch):
-    """Two factories stand for two processes: neither knows the steps of the other."""
-    monkeypatch.setenv(SHARED_FOLDER, str(tmp_path))
+    """Factories stand for processes: none knows the steps of another. A trial under `none` shares its count, too."""
 
-    def row():
+    def row(folder, policy=NOTHING):
+        monkeypatch.setenv(SHARED_FOLDER, str(tmp_path / folder))
         trials = Trials(given(of_type), TRAIN, h100, 2**40)
-        return trials.record(NOTHING, SMALL), trials.of(NONE).done
+        return trials.record(policy, SMALL), trials.of(NONE).done
 
-    (first, compiled), (second, none) = row(), row()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (first, compiled), (second, none) = row("a"), row("a")
     assert (list(compiled), list(none)) == ([SMALL], [])
-    assert 0 < number(first.base_flops) == second.base_flops
+    (_, compiled), (third, none) = row("b", NONE), row("b")
+    assert (list(compiled), list(none)) == ([SMALL], [])
+    assert 0 < number(first.base_flops) == second.base_flops == third.base_flops
 
 
 @pytest.mark.full

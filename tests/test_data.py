@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.model.data import batches, check_text, load_text
+from jaxremat.model.data import ZIPF_OFFSET, batches, check_text, load_text, spread_tokens
 
 
 def first(text, batch, seq_len, seed, count=1):
@@ -50,6 +50,21 @@ def test_the_seed_decides():
     np.testing.assert_array_equal(same, again)
     assert not np.array_equal(same[0], same[1]), "batches follow one another"
     assert not np.array_equal(same[0], first(text, 4, 32, seed=2)[0])
+
+
+def test_spread_tokens_are_as_frequent_as_those_of_real_text():
+    """By Zipf's law over the whole vocabulary. A batch is a function of the seed and its number."""
+    vocab_size, batch, seq_len = 1000, 64, 2000
+    first, second, third = itertools.islice(spread_tokens(vocab_size, batch, seq_len, seed=0), 3)
+    assert (first.shape, first.dtype) == ((batch, seq_len + 1), np.int32)
+    assert len(np.unique(first)) == vocab_size
+    assert (first.min(), first.max()) == (0, vocab_size - 1)
+    share = np.bincount(first.ravel()) / first.size
+    expected = 1 / (np.arange(1, vocab_size + 1) + ZIPF_OFFSET)
+    np.testing.assert_allclose(share[:20], (expected / expected.sum())[:20], rtol=0.05)
+    np.testing.assert_array_equal(next(spread_tokens(vocab_size, batch, seq_len, seed=0, first=2)), third)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, next(spread_tokens(vocab_size, batch, seq_len, seed=1)))
 
 
 def test_the_default_text_is_prose_for_every_preset():

@@ -5,6 +5,7 @@ One table has a command line of each kind. The messages are a snapshot, `__snaps
 the command's own `main`. What depends on the process runs in a fresh one.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from jaxremat.chips import installed
 from jaxremat.chips.catalog import PRESETS as XLA_PRESETS
-from jaxremat.chips.installed import AOT_WHEELS, check_aot_wheels
+from jaxremat.chips.installed import AOT_WHEELS, TOOLKIT_FILES, TOOLKIT_WHEELS, check_aot_wheels, driver_number
 from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu, nvidia_driver
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.grid import check_sweep
@@ -125,7 +126,8 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --target cpu --batch 2 --data {dir}
         run --target cpu --batch 2 --data {dir}/empty
         run --target cpu --batch 2 --data {dir}/short --seq-len 64
-        run --target cpu --batch 2 --vocab-size 255
+        run --target cpu --batch 2 --data pyproject.toml --vocab-size 255
+        train --target cpu --batch 2 --vocab-size 255
         run --target cpu --batch 2 --out /nope/x
         run --target cpu --batch 2 --out {dir}
         run --target cpu --batch 2 --attention cudnn
@@ -428,11 +430,32 @@ def test_in_a_process_of_its_own():
 @pytest.mark.parametrize("wheel", AOT_WHEELS)
 def test_a_wheel_that_is_not_installed(wheel, monkeypatch, folder, snapshot: SnapshotAssertion):
     monkeypatch.setattr(installed, "version_of", lambda package: None if package == wheel else "1")
+    monkeypatch.setattr(installed, "toolkit", lambda: None)
     with pytest.raises(MissingDependencyError) as caught:
         check_aot_wheels()
     assert (caught.value.exit_code, caught.value.got.count(wheel)) == (1, 1)
     assert str(rejected(["--model", "tiny", "--batch", "1", "--target", "h100-80gb"])) == str(caught.value)
     assert shown(caught.value, folder).replace(wheel, "{wheel}") == snapshot(name="a wheel")
+
+
+@pytest.mark.parametrize("wheel", AOT_WHEELS)
+def test_a_toolkit_stands_in_for_wheels(wheel, monkeypatch, tmp_path):
+    """If it is whole. What only the wheels have is missed as before."""
+    monkeypatch.setattr(installed, "version_of", lambda package: None if package == wheel else "1")
+    monkeypatch.setenv("CUDA_ROOT", str(tmp_path))
+    for file in TOOLKIT_FILES:
+        with pytest.raises(MissingDependencyError):
+            check_aot_wheels()
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    with contextlib.nullcontext() if wheel in TOOLKIT_WHEELS else pytest.raises(MissingDependencyError):
+        check_aot_wheels()
+
+
+def test_the_driver_s_version_is_its_number_alone():
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (someone@somewhere)  "
+    assert driver_number(f"{line}\nGCC version: gcc 12.3.0") == "580.159.04"
+    assert driver_number("NVRM version: no number\n1.2") == "NVRM version: no number"
 
 
 @pytest.mark.full

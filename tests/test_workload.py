@@ -20,6 +20,7 @@ from jaxremat.step.step import abstract_args, evaluation_key, init_state, make_s
 from jaxremat.trial.trials import Trials
 from jaxremat.workload import workload as workload_module
 from jaxremat.workload.factory import WorkloadFactory, factory_of
+from jaxremat.workload.workload import Measured
 from tests.equality import relative_difference
 from tests.helpers import quick_jit
 
@@ -297,7 +298,21 @@ def test_real_batches_are_joined_into_microbatches():
     assert len(found) == 2
     np.testing.assert_array_equal(found[1]["x"], np.stack([real[2]["x"], real[3]["x"]]))
     random, repeated = mlp(4), mlp(batch=rows(8))
-    assert said_inputs(workload) == "" != said_inputs(random) != said_inputs(repeated) != ""
+    of_tokens = mlp(batch={**random.batch, "tokens": jax.ShapeDtypeStruct((4,), jnp.int32)})
+    assert [len([*said_inputs(one)]) for one in (workload, random, repeated, of_tokens)] == [0, 1, 1, 3]
+    assert [*said_inputs(random)] != [*said_inputs(repeated)]
+
+
+def test_measured_steps_have_batches_of_their_own():
+    """In microbatches too, and from a number on. A training has the others."""
+    measured = Measured(lambda first: (rows(4, 100 + number) for number in itertools.count(first)), "measured ones")
+    workload = mlp(4, batches=lambda: iter([rows(4, 1)]), measured=measured)
+    train = replace(TRAIN, accumulate=2)
+    found = next(inputs(workload, train, 1, measured=True))
+    np.testing.assert_array_equal(found["x"], np.stack([rows(4, 102)["x"], rows(4, 103)["x"]]))
+    np.testing.assert_array_equal(next(inputs(workload, TRAIN))["x"], rows(4, 1)["x"])
+    assert [*said_inputs(workload)] == ["measured ones"]
+    assert [*said_inputs(workload, measured=False)] == []
 
 
 def test_random_batches_are_those_of_the_seed_and_have_the_batch_s_shapes():

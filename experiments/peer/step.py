@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from experiments.common import flags_of
 from experiments.peer.model import Block, Decoder, cross_entropy
-from jaxremat.model.data import batches, load_text
+from jaxremat.model.data import spread_tokens
 from jaxremat.model.presets import preset
 
 Arm = Literal["none", "full", "selective", "budget"]
@@ -112,7 +112,7 @@ class Trainer:
     def measure(self, batch: int) -> dict[str, Any]:
         """The median of real steps after two that warm up; with the allocator's peak on a GPU. Running out is a row too."""
         flags, on_gpu = self.flags, self.flags.device == "cuda"
-        stream = batches(load_text(), batch, self.seq_len, 0)
+        stream = spread_tokens(self.model.config.vocab_size, batch, self.seq_len, seed=0)
         row: dict[str, Any] = {"arm": flags.arm, "model": flags.model, "num_params": self.num_params, "batch": batch}
         seconds, loss = [], None
         try:

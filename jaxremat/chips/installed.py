@@ -7,6 +7,7 @@ The module imports none of these packages, so it can report a broken package too
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 from jaxremat.errors import MissingDependencyError
@@ -37,7 +38,7 @@ def check_aot_wheels() -> None:
     Raises:
         MissingDependencyError: wheels are missing. The message names them.
     """
-    elsewhere = TOOLKIT_WHEELS if has_toolkit() else ()
+    elsewhere = TOOLKIT_WHEELS if toolkit() else ()
     if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None and wheel not in elsewhere]:
         raise MissingDependencyError(
             f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
@@ -46,13 +47,13 @@ def check_aot_wheels() -> None:
         )
 
 
-def has_toolkit() -> bool:
-    """Whether a CUDA toolkit is where XLA looks for one.
+def toolkit() -> str | None:
+    """The folder of a CUDA toolkit where XLA looks for one.
 
-    That is `CUDA_ROOT`, or else `/usr/local/cuda`.
+    That is `CUDA_ROOT`, or else `/usr/local/cuda`. None if there is none.
     """
     root = Path(os.environ.get("CUDA_ROOT") or "/usr/local/cuda")
-    return all((root / file).exists() for file in TOOLKIT_FILES)
+    return str(root) if all((root / file).exists() for file in TOOLKIT_FILES) else None
 
 
 def versions() -> dict[str, str | None]:
@@ -61,7 +62,7 @@ def versions() -> dict[str, str | None]:
     A version is None if the package or the driver isn't installed.
     """
     try:
-        driver = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        driver = driver_number(Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         driver = None
     return {
@@ -69,6 +70,12 @@ def versions() -> dict[str, str | None]:
         **{package: version_of(package) for package in PACKAGES},
         "driver": driver,
     }
+
+
+def driver_number(text: str) -> str:
+    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`. The first line if it has none."""
+    line = text.partition("\n")[0]
+    return next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
 
 
 def version_of(package: str) -> str | None:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -60,6 +60,8 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     On the attached GPU, or else on this machine's CPU, or on a mesh of either; on text, or on the batches of a workload of
     your own. A policy changes the memory and the time of a step, and nothing that is learnt.
     """
+
+    trains: ClassVar[bool] = True
 
     policy: Annotated[Words, Parameter(metavar="POLICY", help=POLICY_HELP)] = ()
     batch: Annotated[tuple[int, ...], Parameter(metavar="N", converter=whole_numbers(MAX_BATCH, "8"))] = ()

@@ -1,9 +1,10 @@
-"""Real text as batches of tokens.
+"""Real text as batches of tokens, and tokens that are as frequent as those of real text.
 
-Each byte is a token, so that any file can be used and nothing is downloaded.
+Each byte of a text is a token, so that any file can be used and nothing is downloaded.
 
 text = load_text()  # uint8[num_bytes]
 next(batches(text, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
+next(spread_tokens(50257, batch=8, seq_len=1024, seed=0))  # int32[8, 1025]
 
 A batch is a function of the seed and its number alone, and a training resumes with nothing but the number of its next step.
 """
@@ -22,6 +23,8 @@ NUM_BYTES = 256
 #: The share of a text, at its end, that isn't trained on. The evaluation loss is that of this part.
 EVALUATION_SHARE = 0.1
 _HASHED_AT_ONCE = 2**24
+#: The frequency of the word of rank r is proportional to 1 / (r + this) (Piantadosi 2014, doi:10.3758/s13423-014-0585-6).
+ZIPF_OFFSET = 2.7
 
 
 def load_text(path: str | Path | None = None) -> np.ndarray:
@@ -107,6 +110,33 @@ def batches(text: np.ndarray, batch: int, seq_len: int, seed: int, first: int = 
             start = shift + seq_len * int(order[place])
             rows.append(text[start : start + seq_len + 1])
         yield np.stack(rows).astype(np.int32)
+
+
+def spread_tokens(vocab_size: int, batch: int, seq_len: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
+    """Random tokens without end, as frequent as those of real text, from batch number `first` on.
+
+    Each batch is `int32[batch, seq_len + 1]`. The tokens are drawn by Zipf's law from the whole vocabulary, the most frequent of
+    which has number 0. How many tokens are alike decides how long the gradient of the embedding takes: all of them add to one
+    row. The bytes of a text are about a hundred tokens, and would make it several times longer.
+
+    Args:
+        vocab_size: the number of tokens in the vocabulary.
+        batch: sequences in a batch.
+        seq_len: the inputs of a sequence. A batch has one more token, the last target.
+        seed: of the draws. A batch is a function of the seed and its number.
+        first: the number of the first batch.
+    """
+    up_to = _cumulative_frequencies(vocab_size)
+    for number in itertools.count(first):
+        drawn = np.random.default_rng((seed, number)).random((batch, seq_len + 1))
+        yield np.searchsorted(up_to, drawn, side="right").astype(np.int32)
+
+
+@functools.lru_cache(maxsize=4)
+def _cumulative_frequencies(vocab_size: int) -> np.ndarray:
+    """By token, the frequency of all tokens up to it, `float64[vocab_size]`. The last one is 1."""
+    frequencies = np.cumsum(1 / (np.arange(1, vocab_size + 1) + ZIPF_OFFSET))
+    return frequencies / frequencies[-1]
 
 
 @functools.lru_cache(maxsize=4)

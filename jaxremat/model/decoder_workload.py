@@ -18,7 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
-from jaxremat.model.data import batches, load_text, split_text, text_hash
+from jaxremat.model.data import batches, load_text, split_text, spread_tokens, text_hash
 from jaxremat.model.experts import router_loss
 from jaxremat.model.flops import model_flops
 from jaxremat.model.gathers import GATHERED_NAMES, check_gathered
@@ -43,7 +43,7 @@ from jaxremat.policy.spec import NONE, Policy
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.own_layers import OwnLayers
 from jaxremat.workload.samples import LeafSamples, Samples
-from jaxremat.workload.workload import Workload
+from jaxremat.workload.workload import Measured, Workload
 
 
 def make_loss(model: ModelConfig, policy: Policy, implementation: str, loss: str = "full") -> Any:
@@ -98,6 +98,8 @@ def decoder_workload(
 ) -> Workload:
     """The training of the decoder on text, at `batch` sequences per microbatch.
 
+    Measured steps are run with random tokens that are as frequent as those of real text, unless `data` is given.
+
     Args:
         model: the model.
         train: the sequence length and the loss, and the seed of the batches.
@@ -126,6 +128,9 @@ def decoder_workload(
         text = split_text(load_text(data), train.seq_len)[1]
         return iter(()) if text is None else batches(text, batch, train.seq_len, seed=0)
 
+    def measured_tokens(first: int = 0) -> Iterator[Any]:
+        return spread_tokens(model.vocab_size, batch, train.seq_len, train.seed, first)
+
     def otherwise() -> tuple[Workload, str]:
         return decoder_workload(model, train, batch, "xla", data), "--attention xla"
 
@@ -138,6 +143,7 @@ def decoder_workload(
         batches=train_text,
         eval_loss=lambda params, tokens: without_extras(params, tokens, jax.random.key(0)),
         eval_batches=eval_text,
+        measured=None if data else Measured(measured_tokens, f"tokens of all {model.vocab_size:,}, as frequent as in real text"),
         model_flops=model_flops(model, batch, train.seq_len),
         num_tokens=batch * train.seq_len,
         name=model.name,

@@ -48,7 +48,7 @@ def _requested(config: ModelConfig, seq_len: int, line: str = "") -> Model:
             return decoder_factory(config, "xla")
         data, seq_len = request.flags.data, request.train.seq_len
         chosen = AttentionChoice(attention, "") if attention else choose_attention(config, seq_len, target)
-        if data or target.kind != "deviceless":
+        if data or (request.flags.trains and target.kind != "deviceless"):
             check_text(load_text(data), seq_len, config.vocab_size)
         return decoder_factory(config, chosen.implementation, chosen.reason, data)
 

@@ -9,7 +9,7 @@ values. This module imports no JAX, so `--help` starts fast.
 import dataclasses
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -101,6 +101,8 @@ class OneFlags:
 class SharedFlags:
     """Devices, memory and measuring. A sweep has one value for all its trials."""
 
+    #: Whether the steps are those of a training.
+    trains: ClassVar[bool] = False
     model_arg: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Arguments by name of a --model of your own that is a function."""
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
@@ -121,7 +123,7 @@ class SharedFlags:
     headroom: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: fitted to runs on this kind of GPU."""
     data: Annotated[str | None, Parameter(metavar="FILE")] = None
-    """Text to train on when measuring, bytes as tokens. Default: Python's own manual."""
+    """Text to train on when measuring, bytes as tokens. Default: random tokens, as frequent as in real text."""
     steps: int = 10
     """Measured steps, after two that warm up."""
     xla_remat: bool = False

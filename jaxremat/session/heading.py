@@ -51,8 +51,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.mesh_shape.is_own:
         yield _batch_sentence(trials, batch)
     yield from trials.factory.lines(batch)
-    if target.kind != "deviceless" and (said := _inputs_sentence(trials)):
-        yield f"data      {said}"
+    if target.kind != "deviceless":
+        for number, said in enumerate(_inputs_lines(trials, measured=not request.flags.trains)):
+            yield f"{'' if number else 'data':10}{said}"
     if target.mesh:
         yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
@@ -152,14 +153,15 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
     return ", ".join(parts)
 
 
-def _inputs_sentence(trials: "Trials") -> str:
-    """What the measured steps are run with, or why none is run.
+def _inputs_lines(trials: "Trials", *, measured: bool) -> Iterator[str]:
+    """What the steps are run with, those that are `measured` or those of a training, or why none is run.
 
-    Empty for batches of the workload's own.
+    No line for batches of the workload's own.
     """
     from jaxremat.step.inputs import said_inputs
 
     workload = trials.workload_at()
     if workload.obstacle_to_running:
-        return f"none: steps are compiled and not run, as {workload.obstacle_to_running}"
-    return said_inputs(workload)
+        yield f"none: steps are compiled and not run, as {workload.obstacle_to_running}"
+    else:
+        yield from said_inputs(workload, measured=measured)

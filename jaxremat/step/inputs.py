@@ -3,7 +3,7 @@
     next(inputs(workload, train))       # a batch of the workload's own batches, or random values of its shapes
 
 Random values are normally distributed for floats, and zeros and ones for integers and booleans, because every table and every
-number of classes has these two.
+number of classes has these two. Measured steps may have batches of their own (`Workload.measured`).
 """
 
 import itertools
@@ -55,17 +55,19 @@ def placed(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(one, tree, shardings)
 
 
-def inputs(workload: Workload, train: TrainConfig, first: int = 0) -> Iterator[Any]:
+def inputs(workload: Workload, train: TrainConfig, first: int = 0, *, measured: bool = False) -> Iterator[Any]:
     """The batches of the steps from number `first` on, without end.
 
-    Each has the step's microbatches.
+    Each has the step's microbatches. With `measured` they are those of measured steps.
 
     Where a workload's own batches end, too few microbatches for a step are dropped. For a whole step, copies of its arguments.
     """
     if workload.step is not None:
         while True:
             yield _own_buffers(workload.args)
-    microbatches = microbatches_of(workload, train.seed, first * train.accumulate)
+    first *= train.accumulate
+    own = workload.measured if measured else None
+    microbatches = own.batches(first) if own else microbatches_of(workload, train.seed, first)
     if train.accumulate == 1:
         yield from microbatches
     while len(some := list(itertools.islice(microbatches, train.accumulate))) == train.accumulate:
@@ -84,16 +86,21 @@ def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[A
     return _random_batches(workload, seed, first)
 
 
-def said_inputs(workload: Workload) -> str:
-    """Where the batches of measured steps come from, in words.
+def said_inputs(workload: Workload, *, measured: bool = True) -> Iterator[str]:
+    """Lines that say where the batches of steps come from, those that are `measured` or those of a training.
 
-    Empty for a workload's own batches, or a whole step.
+    There are none for a workload's own batches, or a whole step.
     """
-    if workload.step is not None or workload.batches is not None:
-        return ""
-    return (
-        "the workload's own batch, in every step" if is_concrete(workload.batch) else "random values of the batch's shapes"
-    )
+    if measured and workload.measured is not None:
+        yield workload.measured.said
+    elif workload.step is None and workload.batches is None:
+        if is_concrete(workload.batch):
+            yield "the workload's own batch, in every step"
+            return
+        yield "random values of the batch's shapes"
+        if any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(workload.abstract_batch)):
+            yield "integers are zeros and ones: the gradient of an embedding may take longer than"
+            yield "with real tokens; a workload with arrays as its batch, or batches=, has these"
 
 
 def _own_buffers(tree: Any) -> Any:

@@ -74,6 +74,8 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
     if trials.workload_at().step is not None:
         return None if saved_and_recomputed(compilation).num_checkpoints else executed
     if policy == NONE and not trials.xla_remat:
+        if shared := _shared_file(trials, batch):
+            write_whole(shared, json.dumps(_of_device(trials, batch, compilation)))
         return executed
     first = min(trials.of(policy).compiled)
     trials = replace(trials, xla_remat=False, keep_dump=False, options={})

@@ -376,7 +376,7 @@ class Trials:
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device.
 
-        It runs over real batches where the workload has them.
+        It runs over the batches that the workload has for measured steps, or else over its own ones.
         """
         workload, train, mesh = self.workload_of(batch), self.train_at(batch), self.target.mesh
         compiled: Any = compilation.compiled
@@ -390,7 +390,7 @@ class Trials:
         return measure_step(
             compiled if workload.step is None else lambda _, args: (compiled(*args), None),
             state,
-            inputs(workload, train),
+            inputs(workload, train, measured=True),
             self.target.device,
             others=self.target.local_devices[1:],
             shardings=of_batch,

@@ -31,6 +31,8 @@ _TAIL_LINES = 12
 class Workers(contextlib.AbstractContextManager["Workers"]):
     """The processes of one command's trials, as a context that kills what still runs.
 
+    What they share is in the folder of `JAXREMAT_SHARED_FOLDER`, if the environment has it, so that several commands share it.
+
     All calls come from one thread, which must live as long as the processes (`system/process.py`).
 
     Args:
@@ -47,9 +49,9 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         self._folders: dict[Child, Path] = {}
         self._count = 0
         self.folder = self._processes.folder
-        self._cache, self._shared = self.folder / "cache", self.folder / "shared"
-        self._cache.mkdir()
-        self._shared.mkdir()
+        self._shared = Path(self._environment.get(SHARED_FOLDER) or self.folder / "shared")
+        self._cache = self._shared / "cache"
+        self._cache.mkdir(parents=True, exist_ok=True)
 
     def __exit__(self, *error: Any) -> None:
         self._processes.__exit__(*error)

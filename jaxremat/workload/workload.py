@@ -43,10 +43,23 @@ _FUNCTIONS = (
 )
 #: The fields that go with a loss alone.
 _OF_LOSS = (
-    *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "optimizer", "layers", "loss_under"),
+    *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "measured", "optimizer", "layers", "loss_under"),
     *("matrix_axes", "logical_axes", "own_layers", "as_config"),
 )
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The batches of measured steps, where others than those of a training.
+
+    Attributes:
+        batches: makes an iterator of them, from the batch with the number `first` on.
+        said: what they are, in words.
+    """
+
+    batches: Callable[[int], Iterator[Any]]
+    said: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +88,7 @@ class Workload:
         eval_loss: `loss(params, batch)` of the evaluation, which returns a float scalar. By default `loss` evaluates, with the
             same random key each time.
         eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
+        measured: the batches of measured steps (`Measured`). By default `batches`.
         optimizer: the optimizer. Without it --optimizer chooses one.
         layers: glob patterns of the scopes of the repeated layers, such as `blocks_*`, where they aren't found without help.
         model_flops: FLOPs of the step of one microbatch without recomputation, for MFU. Default: those under `none`.
@@ -122,6 +136,7 @@ class Workload:
     batches: Callable[..., Iterator[Any]] | None = None
     eval_loss: Callable[..., Any] | None = None
     eval_batches: Callable[[], Iterator[Any]] | None = None
+    measured: Measured | None = None
     optimizer: "optax.GradientTransformation | None" = None
     layers: str | tuple[str, ...] | None = None
     model_flops: int | None = None

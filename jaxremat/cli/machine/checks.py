@@ -86,14 +86,16 @@ def check_plugin(facts: Facts) -> Iterator[Row]:
 
 
 def check_compiler(facts: Facts) -> Iterator[Row]:
-    """Whether ptxas, libnvvm and libdevice are there from wheels.
-
-    On a GPU machine XLA may find them elsewhere.
-    """
+    """Whether ptxas, libnvvm and libdevice are there, from wheels or from a CUDA toolkit."""
     missing = " and ".join(tool for tool in ("ptxas", "libnvvm", "libdevice") if not facts.tools.get(tool))
     wheels = ", ".join(f"{name} {facts.versions.get(name)}" for name in ("nvidia-cuda-nvcc", "nvidia-nvvm"))
     without = f"{missing} missing from the wheels: no compiling for a GPU that isn't here"
-    yield _row("ptxas, libnvvm", (not missing, "ok", wheels, ""), (True, _less(facts), without, _AOT))
+    yield _row(
+        "ptxas, libnvvm",
+        (not missing, "ok", wheels, ""),
+        (facts.toolkit, "ok", f"of the CUDA toolkit in {facts.toolkit}: {missing} missing from the wheels", ""),
+        (True, _less(facts), without, _AOT),
+    )
 
 
 def check_cudnn(facts: Facts) -> Iterator[Row]:

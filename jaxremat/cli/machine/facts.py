@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxremat.chips.installed import PACKAGES, version_of
+from jaxremat.chips.installed import PACKAGES, toolkit, version_of
 from jaxremat.chips.nvidia.gpu import nvidia_driver
 from jaxremat.chips.nvidia.nvml import Reading, read_gpus
 from jaxremat.errors import DriverError, MissingDependencyError
@@ -66,7 +66,8 @@ class Facts:
         versions: of every package that matters; None for one that isn't installed.
         environment: the variables that JAX, XLA, CUDA and the loader read.
         library_path: the CUDA libraries in folders of LD_LIBRARY_PATH.
-        tools: the paths of the files that XLA needs; None for one that isn't there.
+        tools: the paths in the wheels of the files that XLA needs; None for one that isn't there.
+        toolkit: the folder of a CUDA toolkit that stands in for the wheels; None if there is none.
         has_driver: whether there is an NVIDIA driver.
         reading: what the driver says of the GPUs; None where it doesn't answer.
         nvml_error: why it doesn't.
@@ -80,6 +81,7 @@ class Facts:
     environment: Mapping[str, str]
     library_path: tuple[str, ...]
     tools: Mapping[str, str | None]
+    toolkit: str | None
     has_driver: bool
     reading: Reading | None
     nvml_error: str
@@ -117,6 +119,7 @@ def collect(on_stage: Callable[[str], None] = lambda stage: None, limit_s: float
         environment=environment,
         library_path=cuda_libraries(environment.get("LD_LIBRARY_PATH", "")),
         tools=_tools(),
+        toolkit=toolkit(),
         has_driver=has_driver,
         reading=reading,
         nvml_error=nvml_error,
