@@ -2,7 +2,7 @@
 
     jaxremat run --maxtext "configs/base.yml model_name=qwen3-0.6b max_target_length=512" --target t4 --policy own minimal auto
 
-MaxText must be importable. A policy that its config can say is compiled by that config, so that every operation is MaxText's own.
+MaxText must be importable. A policy that its config can say is compiled by that config, and every operation is MaxText's own.
 The step around the loss is made here, as https://github.com/AI-Hypercomputer/maxtext has it in `trainers/pre_train/train.py`.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import MissingDependencyError, UsageError, bad_value, nearest
+from jaxremat.errors import MissingDependencyError, UsageError, bad_value, both, nearest, reject
 from jaxremat.policy.maxtext import config_lines, config_words
 
 if TYPE_CHECKING:
@@ -41,14 +41,19 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
         seq_len: `max_target_length`. None leaves the config's.
 
     Raises:
-        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config.
+        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config, or the text has a length beside
+            `seq_len`.
     """
     import jax
 
     from jaxremat.policy.with_policy import with_policy
     from jaxremat.workload.workload import Workload
 
-    words = (*config_words(text), *([] if seq_len is None else [f"max_target_length={seq_len}"]))
+    words = config_words(text)
+    if seq_len is not None:
+        length = next((word for word in words if word.startswith("max_target_length=")), "")
+        reject((length, both(length, f"sequences of {seq_len} tokens"), "leave it out beside --seq-len or --lengths"))
+        words = (*words, f"max_target_length={seq_len}")
     devices = tuple(devices or jax.devices()[:1])
     config, (mesh, state, places) = _config(words, batch, devices), _state(words, devices)
     num_tokens = config.global_batch_size_to_train_on * config.max_target_length
@@ -87,8 +92,8 @@ def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     trainer, rules = _trainer(), linen.logical_axis_rules(config.logical_axis_rules)
     args, _, shardings, _, model = trainer.get_shaped_inputs(mesh, config)
     of_params, shardings = trainer.sharding.maybe_update_params_sharding_with_opt(config, shardings)
-    of_data, signature = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
-    step, ins, outs, _, donated = signature.get_functional_train_with_signature(
+    of_data, utils = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
+    step, ins, outs, _, donated = utils.get_functional_train_with_signature(
         trainer.train.train_step, of_data, shardings, model, config, of_params
     )
     return jax.jit(rules(step), in_shardings=ins, out_shardings=outs, donate_argnums=donated), args

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 import jaxremat
+from jaxremat import maxtext
 from jaxremat.cli.recommend import cells_of
 from jaxremat.errors import MissingDependencyError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
@@ -76,6 +77,13 @@ def test_what_contradicts_a_text(more):
     with pytest.raises(UsageError) as raised:
         check_run(RunFlags(maxtext="per_device_batch_size=4", **more))
     assert "both given" in raised.value.got
+
+
+def test_one_length():
+    """Without MaxText, too: a text with a length of its own has no other one."""
+    with pytest.raises(UsageError) as raised:
+        maxtext.workload("model_name=x max_target_length=128", seq_len=64)
+    assert "max_target_length=128" in raised.value.got
 
 
 @pytest.mark.full
@@ -147,14 +155,11 @@ def test_under_own_the_loss_is_the_authors():
 
 
 def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
-    from jaxremat import maxtext
-
     maxtext._trainer.cache_clear()
     monkeypatch.setitem(sys.modules, "maxtext", None)
     with pytest.raises(MissingDependencyError) as raised:
         maxtext.workload(TINY)
     assert "pip install" in raised.value.next_step
-    maxtext._trainer.cache_clear()
 
 
 @has_maxtext
@@ -170,8 +175,6 @@ def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
 )
 @pytest.mark.full
 def test_what_maxtext_rejects_is_one_error(text):
-    from jaxremat import maxtext
-
     with pytest.raises(UsageError):
         maxtext.workload(text)
 
@@ -188,7 +191,6 @@ def bytes_of(answer):
 
 def bytes_of_train_step(more, batch, devices=1):
     """The bytes of MaxText's own train step, as its trainer jits it."""
-    from jaxremat import maxtext
 
     def workload(devices=None):
         config = maxtext._config(config_words(f"{TINY} {more}"), batch, tuple(devices or ()))

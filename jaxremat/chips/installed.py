@@ -5,6 +5,7 @@ The module imports none of these packages, so it can report a broken package too
 """
 
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from jaxremat.errors import MissingDependencyError
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 #: The wheels of the `aot` extra. Besides JAX, deviceless compilation needs only these.
 AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")
+#: The wheels among them whose files a CUDA toolkit has too, and these files, where XLA looks for them in the toolkit.
+TOOLKIT_WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm")
+TOOLKIT_FILES = ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc")
 #: The packages whose versions change the compiled program.
 COMPILERS = ("jax", "jaxlib", "flax", "optax", *PLUGINS, "nvidia-cudnn-cu13")
 PACKAGES = ("jaxremat", *COMPILERS, "nvidia-cuda-nvcc")
@@ -28,15 +32,27 @@ DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 def check_aot_wheels() -> None:
     """Checks that the wheels of the `aot` extra are installed.
 
+    A CUDA toolkit stands in for some of them.
+
     Raises:
         MissingDependencyError: wheels are missing. The message names them.
     """
-    if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None]:
+    elsewhere = TOOLKIT_WHEELS if has_toolkit() else ()
+    if missing := [wheel for wheel in AOT_WHEELS if version_of(wheel) is None and wheel not in elsewhere]:
         raise MissingDependencyError(
             f"compiling for a GPU that isn't in this machine needs {', '.join(missing)}",
             cause="the aot extra isn't installed",
             next_step='pip install "jaxremat[aot]", or --target cpu to run here (times real, memory not a GPU\'s)',
         )
+
+
+def has_toolkit() -> bool:
+    """Whether a CUDA toolkit is where XLA looks for one.
+
+    That is `CUDA_ROOT`, or else `/usr/local/cuda`.
+    """
+    root = Path(os.environ.get("CUDA_ROOT") or "/usr/local/cuda")
+    return all((root / file).exists() for file in TOOLKIT_FILES)
 
 
 def versions() -> dict[str, str | None]:
