@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.errors import MissingDependencyError, UsageError, bad_value, both, nearest, reject
@@ -153,11 +153,35 @@ def _optimizer(config: Any, mesh: Any) -> Any:
 def _state(words: tuple[str, ...], devices: tuple[Any, ...]) -> tuple[Any, Any, dict[str, str]]:
     """What no batch changes: the mesh, the training state's shapes, the tensors of `custom`."""
     config = _config(words, 1, devices)
-    mesh = _trainer().maxtext_utils.get_mesh_from_config(config, devices)
+    mesh = _mesh(config, devices)
     texts = {name: getattr(value, "value", value) for name, value in config.get_keys().items()}
     places = {name: text for name, text in texts.items() if isinstance(text, str) and text in ("remat", "device", "offload")}
     custom = _config((*words, "remat_policy=custom", *(f"{name}=device" for name in places)), 1, devices)
     return mesh, _trainer().get_shaped_inputs(mesh, config)[0][0], {name: places[name] for name in custom.tensors_on_device}
+
+
+def _mesh(config: Any, devices: tuple[Any, ...]) -> Any:
+    """MaxText's mesh.
+
+    It reads a device's node as `slice_index`. GPUs that aren't here have their node as their process.
+    """
+    import jax
+    import numpy as np
+
+    if len({getattr(device, "slice_index", 0) for device in devices}) == config.num_slices:
+        return _trainer().maxtext_utils.get_mesh_from_config(config, devices)
+    named = [{name: getattr(one, name) for name in ("platform", "device_kind", "process_index", "id")} for one in devices]
+    read = [SimpleNamespace(device=one, slice_index=_node(one), **about) for one, about in zip(devices, named, strict=True)]
+    laid = np.vectorize(lambda one: one.device)(_trainer().maxtext_utils.create_device_mesh(config, read))
+    kind = getattr(jax.sharding.AxisType, config.shard_mode.value.capitalize())
+    return jax.sharding.Mesh(laid, config.mesh_axes, axis_types=(kind,) * len(config.mesh_axes))
+
+
+def _node(device: Any) -> int:
+    """The node of a device."""
+    import jax
+
+    return getattr(device, "slice_index", 0) or (device.process_index if jax.process_count() == 1 else 0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,7 +194,7 @@ def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any
     keys = pyconfig.types.MaxTextConfig.model_fields
     if unknown := [key for word in given if (key := word.partition("=")[0]) not in keys]:
         raise bad_value("--maxtext", unknown[0], f"the keys of {file}", nearest(unknown[0], keys) or "leave it out")
-    platform, nodes = devices[0].platform, {getattr(device, "slice_index", 0) for device in devices}
+    platform, nodes = devices[0].platform, {*map(_node, devices)}
     own = (f"hardware={platform if platform in ('cpu', 'tpu') else 'gpu'}", f"base_output_directory={tempfile.gettempdir()}")
     job = (f"per_device_batch_size={batch}", "skip_jax_distributed_system=true", "internal_compile=true")
     job += (f"internal_compile_num_devices={len(devices)}", f"compile_topology_num_slices={len(nodes)}")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments import examples, levers, mesh, next_jax, published, tables, unchanged
+from experiments import examples, levers, mesh, next_jax, tables, unchanged
 from experiments.children import Child
 from experiments.common import other_parts, results_text, write
 from jaxremat.chips.target import load_target
@@ -158,30 +158,6 @@ def test_mesh(tmp_path, h100, capsys):
         assert row["step_s"] > row["collective_exposed_s"] >= 0
         assert row["total_bytes"] > row["state_bytes"] > 0
     assert len(capsys.readouterr().out.splitlines()) > len(rows)
-
-
-PUBLISHED = """
-[[step]]
-name = "tiny"
-target = "a100-80gb"
-mesh = "fsdp=2"
-model = "tiny"
-sizes = { num_layers = 1 }
-seq_len = 64
-batch = 2
-policy = "nothing"
-measured_s = 1.0
-source = "none: made up"
-"""
-
-
-@pytest.mark.full
-def test_published(tmp_path, h100, capsys):
-    (tmp_path / "steps.toml").write_text(PUBLISHED)
-    (row,) = run(published.main, ["--file", str(tmp_path / "steps.toml")], tmp_path, "published")["steps"]
-    assert (row["num_devices"], row["target"], row["error"]) == (2, "a100-80gb", None)
-    assert row["longer"] == pytest.approx(1 / row["predicted_s"] - 1)
-    assert "a100-80gb" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -267,6 +267,8 @@ class RecommendFlags:
     Default: gpt2."""
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model."""
+    maxtext: Annotated[str | None, Parameter(metavar="TEXT")] = None
+    """MaxText's command line in place of --model. Its config makes the mesh of each number of devices."""
     model_arg: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Arguments by name of a --model of your own that is a function."""
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
