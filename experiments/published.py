@@ -3,6 +3,9 @@
 * `steps`: the seconds that published training steps on several GPUs took, beside the predicted ones, in all and by class of
   kernels. The meshes, batches, saved values and flags of XLA are the published ones, and what couldn't be matched is said.
   `jaxremat.chips.speed.SEVERAL_GPUS`, which tables show, is the span of `longer` over all steps.
+* `fits`: the number of `jaxremat.chips.nvidia.tables` that comes from these steps (`TRAINING_SHARE`), fitted to all of them, and
+  to all but those of one source. Each step of the source that was left out is then predicted by a number that doesn't know it. A
+  source is a repository.
 * `bytes`: the memory that MaxText printed on real chips, beside that of its own step, compiled here, and of our decoder's:
   `--parts bytes --target t4`. XLA's own rematerialization runs, as it did there.
 
@@ -15,7 +18,9 @@ all.
 """
 
 import lzma
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,12 +39,14 @@ if TYPE_CHECKING:
     from jaxremat.chips.speed import DeviceSpeed
     from jaxremat.xla.hlo import Module
 
-Part = Literal["steps", "bytes"]
+Part = Literal["steps", "fits", "bytes"]
 FILE = Path(__file__).with_suffix(".toml")
 DOCS = Path(__file__).parent.parent / "docs"
 #: The config of our decoder beside MaxText's.
 DECODER = Path(__file__).parent.parent / "examples" / "configs" / "Qwen3-0.6B.json"
 
+#: The values that `fits` tries for `TRAINING_SHARE`.
+TRAINING_SHARES = tuple(n / 100 for n in range(70, 101))
 #: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it.
 _SOURCE = re.compile(r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', re.DOTALL | re.MULTILINE)
 
@@ -79,6 +86,8 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         batch: sequences of one device.
         xla_preset: the preset of XLA's options.
         xla: options of XLA beside the preset's.
+        mem_fraction: the share of the GPU's memory that the job's allocator had. XLA overlaps collectives with kernels only
+            as far as the bytes stay below a share of that.
     """
 
     name: str
@@ -98,6 +107,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     batch: int
     xla_preset: str = "jax-toolbox"
     xla: dict[str, bool | int | str] = {}
+    mem_fraction: float = 0.75
 
     @property
     def compiled_from(self) -> dict[str, Any]:
@@ -198,6 +208,7 @@ def _compiled(step: Published, versions: dict[str, str | None]) -> tuple[Program
     from jaxremat.session.session import Session
 
     on: dict[str, Any] = {"target": step.target, "mesh": step.mesh, "devices": step.devices, "nodes": step.nodes}
+    on |= {"xla_preset": step.xla_preset, "mem_fraction": step.mem_fraction}
     session = Session(step.maxtext or step.model, **{name: value for name, value in on.items() if value}, **step.options)
     trials = replace(session.trials, xla_preset=step.xla_preset, options=step.xla)
     policy = trials.factory.checked(parse(step.policy), trials.train, trials.target.mesh)
@@ -243,7 +254,7 @@ def predicted(program: Program, module: "Module") -> dict[str, float]:
     for kernel in kernels_of(module):
         if kernel.kernel_class == "attention" or kernel.kernel_class.endswith("matmul"):
             whose = kernel.kernel_class.rpartition(" ")[2]
-            seconds[f"{whose}_s"] += predict_kernel_time(kernel, speed).kernel_s * kernel.count
+            seconds[f"{whose}_s"] += predict_kernel_time(kernel, speed).kernel_s * kernel.count / speed.training_share
     links = {"collective_s": time.collective_s, "collective_exposed_s": time.collective_exposed_s}
     other_s = time.step_s - sum(seconds.values()) - time.collective_exposed_s
     return {"predicted_s": time.step_s, **seconds, **links, "other_s": other_s}
@@ -282,6 +293,40 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
         yield rows[-1]
     if flags.out == RESULTS:
         draw_steps(rows, DOCS / "published_steps.png")
+
+
+def measure_fits(flags: Flags) -> Iterator[Row]:
+    """The number fitted to all steps on several GPUs that have tables, and to all but those of one source.
+
+    The fit is the least mean square of log(measured / predicted).
+    """
+    from jaxremat.xla.clock import predict_step_time
+
+    of_source: dict[str, list[str]] = {}
+    longer: dict[str, dict[float, float]] = {}
+    for step in _rows(flags).step:
+        program, module = program_of(step, flags)
+        speed = speed_on(program)
+        if speed is None or speed.tables is None:
+            continue
+        of_source.setdefault(re.split("[ ,]", step.source)[0], []).append(step.name)
+        longer[step.name] = {}
+        for share in TRAINING_SHARES:
+            tables = replace(speed.tables, training_share=share)
+            predicted_s = predict_step_time(module, replace(speed, tables=tables)).step_s
+            longer[step.name][share] = step.measured_s / predicted_s - 1
+    for source, names in {"nothing": [], **of_source}.items():
+        known = [name for name in longer if name not in names]
+        share = min(TRAINING_SHARES, key=lambda share: sum(math.log1p(longer[name][share]) ** 2 for name in known))
+        off = [longer[name][share] for name in names or longer]
+        yield {
+            "without": source,
+            "num_steps": len(off),
+            "training_share": share,
+            "median_off": statistics.median(map(abs, off)),
+            "most_off": max(off, key=abs),
+            "off": off,
+        }
 
 
 def measure_bytes(flags: Flags) -> Iterator[Row]:
@@ -365,6 +410,11 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
             *("collective_exposed_s", "other_s"),
         ),
     ),
+    "fits": (
+        measure_fits,
+        1,
+        ("without", "num_steps", "training_share", "median_off", "most_off"),
+    ),
     "bytes": (
         measure_bytes,
         1,
@@ -386,6 +436,10 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "measured_s": ("measured s", SECONDS),
     "predicted_s": ("predicted s", SECONDS),
     "longer": ("longer", "{:+.1%}".format),
+    "num_steps": ("steps", str),
+    "training_share": ("in training", str),
+    "median_off": ("median off", "{:.1%}".format),
+    "most_off": ("most off", "{:+.1%}".format),
     "matmul_s": ("matmuls", SECONDS),
     "attention_s": ("attention", SECONDS),
     "collective_s": ("links busy", SECONDS),

@@ -18,7 +18,7 @@ A TPU has its place here. What it needs, as seen with libtpu and no TPU:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -122,6 +122,7 @@ class CompilerOptions:
         kernel_cache: the name of the one with the file in which compiled kernels are stored.
         matmuls: the one that chooses the kernels of matmuls.
         presets: the options of each `--xla-preset`, by its name.
+        pool_presets: the presets under which XLA's program depends on the size of the allocator's pool.
     """
 
     deviceless: Mapping[str, Any] = field(default_factory=dict)
@@ -130,6 +131,7 @@ class CompilerOptions:
     kernel_cache: str | None = None
     matmuls: MatmulSwitch | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pool_presets: Collection[str] = ()
 
 
 class Chip(ABC):

@@ -153,8 +153,8 @@ class Session:
         from jaxremat.xla.own_mesh import on_mesh_of
 
         flags = request.flags
-        if flags.xla_remat:  # the target as XLA has it in the job
-            target = in_pool(target, _budget(request, target)[0].pool_bytes)
+        if flags.xla_remat or any(one.xla_preset in target.chip.options.pool_presets for one in request.policies):
+            target = in_pool(target, _budget(request, target)[0].pool_bytes)  # as XLA has it in the job
         factory = factory or request.model.factory(request, target, attention)
         request = with_own_loss(request, factory)
         workload = factory.at(None, request.train)

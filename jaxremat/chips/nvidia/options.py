@@ -42,4 +42,6 @@ OPTIONS = CompilerOptions(
     kernel_cache="xla_gpu_kernel_cache_file",
     matmuls=MatmulSwitch(TRITON, on="triton", off="cublas", autotune=_AUTOTUNE),
     presets=_PRESETS,
+    # Where a schedule takes more bytes than a share of the pool, XLA makes one with less overlap.
+    pool_presets=("latency-hiding", "jax-toolbox"),
 )
