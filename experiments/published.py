@@ -242,7 +242,8 @@ def speed_on(program: Program) -> "DeviceSpeed | None":
 def predicted(program: Program, module: "Module") -> dict[str, float]:
     """The predicted seconds of a program, in all and by class of kernels.
 
-    `other_s` is what matmuls, attention and exposed collectives leave.
+    Matmuls and attention are those of kernels alone. `other_s` is what they and exposed collectives leave of the step. It has
+    by how much kernels take longer in training and beside collectives, too.
     """
     from jaxremat.xla.clock import predict_kernel_time, predict_step_time
     from jaxremat.xla.kernels import kernels_of
