@@ -4,6 +4,7 @@ MFU, the profile and PyTorch's side run at tiny size on this CPU. The children o
 """
 
 import importlib.util
+import io
 import json
 import re
 import threading
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from experiments import gpu_check, gpu_summary
+from experiments import gpu_check, gpu_summary, kernel_tables
 from experiments.children import Child, run_child
+from experiments.common import RESULTS
 from experiments.gpu_parts import PAIRS, Check
 from jaxremat.chips.nvidia.gpu import nvidia_driver
 from jaxremat.cli.command import parse_flags
+from jaxremat.report.table import list_table
 from jaxremat.session.flags import RunFlags
 from jaxremat.system.process import Deadline
 from tests.helpers import QUICK_FLAGS
@@ -120,6 +124,20 @@ def test_peer(tmp_path, h100, monkeypatch):
     ]
     assert all(row["step_s"] > 0 and row["batch"] == 2 for row in rows)
     assert {row["num_params"] for row in rows if row["framework"] == "torch"} == {124_672}
+
+
+@pytest.mark.parametrize("part", kernel_tables.COLUMNS)
+def test_the_tables_of_kernels_fit_in_80_columns(part):
+    """A table that is too wide has a line for each of its columns."""
+    num_words, columns = kernel_tables.COLUMNS[part]
+    titles, writers = zip(*map(kernel_tables.show, columns), strict=True)
+    rows = json.loads((RESULTS / "nvidia-h200/kernel_tables.json").read_text())[part]
+    cells = [
+        ["-" if row[key] is None else write(row[key]) for key, write in zip(columns, writers, strict=True)] for row in rows
+    ]
+    out = io.StringIO()
+    Console(width=80, file=out).print(list_table(part, titles, cells, left=num_words))
+    assert sum(all(title in line for title in titles) for line in out.getvalue().splitlines()) == 1
 
 
 def test_what_is_not_reached_is_said(tmp_path):

@@ -31,7 +31,9 @@ DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 
 
 def check_aot_wheels() -> None:
-    """Checks that the wheels of the `aot` extra are installed. A CUDA toolkit stands in for some of them.
+    """Checks that the wheels of the `aot` extra are installed.
+
+    A CUDA toolkit stands in for some of them.
 
     Raises:
         MissingDependencyError: wheels are missing. The message names them.
@@ -46,7 +48,10 @@ def check_aot_wheels() -> None:
 
 
 def toolkit() -> str | None:
-    """The folder of a CUDA toolkit where XLA looks for one: `CUDA_ROOT`, else `/usr/local/cuda`. None if there is none."""
+    """The folder of a CUDA toolkit where XLA looks for one: `CUDA_ROOT`, else `/usr/local/cuda`.
+
+    None if there is none.
+    """
     root = Path(os.environ.get("CUDA_ROOT") or "/usr/local/cuda")
     return str(root) if all((root / file).exists() for file in TOOLKIT_FILES) else None
 
@@ -68,7 +73,10 @@ def versions() -> dict[str, str | None]:
 
 
 def driver_number(text: str) -> str:
-    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`. The first line if it has none."""
+    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`.
+
+    The first line if it has none.
+    """
     line = text.partition("\n")[0]
     return next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
 
