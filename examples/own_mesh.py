@@ -106,17 +106,6 @@ def loss(params: Any, batch: dict[str, Any], *, model: nn.Module) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
 
 
-def parts(
-    batch: int, devices: Sequence[jax.Device] | None, tensor: int, width: int, num_layers: int, seq_len: int
-) -> tuple[Mesh, nn.Module, Any, dict[str, Any]]:
-    """The mesh, the model, and the shapes of its parameters and its batch. Without devices, those of this machine."""
-    devices = jax.devices() if devices is None else devices
-    tensor = math.gcd(tensor, len(devices))
-    mesh, model = make_mesh(devices, tensor), Model(vocab_size=8192, width=width, num_layers=num_layers)
-    tokens = jax.ShapeDtypeStruct((batch * len(devices) // tensor, seq_len), jnp.int32)
-    return mesh, model, *on_mesh(mesh, model, {"tokens": tokens, "targets": tokens})
-
-
 def workload(
     batch: int = 4,
     devices: Sequence[jax.Device] | None = None,
@@ -125,44 +114,46 @@ def workload(
     num_layers: int = 4,
     seq_len: int = 512,
 ) -> jaxremat.Workload:
-    """The loss, its parameters and its batch on the mesh.
+    """The loss, its parameters and its batch on the mesh. Without devices the mesh has those of this machine.
 
     `batch` counts the sequences of the devices that share theirs: 4 of them are 16 on 8 devices with `tensor=2`. Any other
     meaning would do, as the batch is what this function makes of it.
     """
-    mesh, model, params, arrays = parts(batch, devices, tensor, width, num_layers, seq_len)
-    num_tokens = math.prod(arrays["tokens"].shape)
+    devices = jax.devices() if devices is None else devices
+    tensor = math.gcd(tensor, len(devices))
+    mesh, model = make_mesh(devices, tensor), Model(vocab_size=8192, width=width, num_layers=num_layers)
+    tokens = jax.ShapeDtypeStruct((batch * len(devices) // tensor, seq_len), jnp.int32)
+    params, arrays = on_mesh(mesh, model, {"tokens": tokens, "targets": tokens})
     return jaxremat.Workload(
         loss=functools.partial(loss, model=model),
         params=params,
         batch=arrays,
         init=lambda key: nn.unbox(model.init(key, jnp.zeros((1, seq_len), jnp.int32))["params"]),
         optimizer=optax.adamw(1e-3),
-        num_tokens=num_tokens,
+        num_tokens=tokens.size,
         mesh=mesh,
     )
 
 
-def whole_step(
-    batch: int = 4,
-    devices: Sequence[jax.Device] | None = None,
-    tensor: int = 2,
-    width: int = 512,
-    num_layers: int = 4,
-    seq_len: int = 512,
-) -> jaxremat.Workload:
-    """The whole train step as its author jits it: with `in_shardings`, `out_shardings` and `donate_argnums`."""
-    mesh, model, params, arrays = parts(batch, devices, tensor, width, num_layers, seq_len)
-    optimizer = optax.adamw(1e-3)
+def whole_step(batch: int = 4, devices: Sequence[jax.Device] | None = None, **sizes: int) -> jaxremat.Workload:
+    """The whole train step as its author jits it: with `in_shardings`, `out_shardings` and `donate_argnums`.
+
+    `sizes` are further arguments of `workload`, whose loss, optimizer and arrays these are.
+    """
+    of_loss = workload(batch, devices, **sizes)
+    loss, optimizer, args = of_loss.loss, of_loss.optimizer, (of_loss.params, of_loss.batch)
+    assert loss
+    assert optimizer
+    assert of_loss.mesh
 
     def train_step(params: Any, opt_state: Any, batch: dict[str, Any]) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, batch, model=model)
+        value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    opt_state = jax.eval_shape(optimizer.init, params)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    of_params, of_batch = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (params, arrays))
+    opt_state = jax.eval_shape(optimizer.init, of_loss.params)
+    replicated = NamedSharding(of_loss.mesh, PartitionSpec())
+    of_params, of_batch = (jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in args)
     of_optimizer = optax.tree_utils.tree_map_params(
         optimizer, lambda _, sharding: sharding, opt_state, of_params, transform_non_params=lambda _: replicated
     )
@@ -172,4 +163,4 @@ def whole_step(
         out_shardings=(of_params, of_optimizer, replicated),
         donate_argnums=(0, 1),
     )
-    return jaxremat.Workload(step=step, args=(params, opt_state, arrays), mesh=mesh)
+    return jaxremat.Workload(step=step, args=(of_loss.params, opt_state, of_loss.batch), mesh=of_loss.mesh)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxremat.system.process import Deadline, run_until
@@ -36,7 +37,9 @@ class Child:
         return found[-1] if found else None
 
 
-def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment: Mapping[str, str]) -> Child:
+def run_child(
+    module: str, argv: Sequence[str], deadline: Deadline, environment: Mapping[str, str], folder: Path = Path()
+) -> Child:
     """Runs `python -m module argv` until it ends or the deadline comes. The rows printed until then are kept.
 
     Args:
@@ -44,11 +47,13 @@ def run_child(module: str, argv: Sequence[str], deadline: Deadline, environment:
         argv: its arguments.
         deadline: when it is ended, with all processes that it started.
         environment: variables that are added to this process's environment.
+        folder: where it is run.
     """
     limit_s = deadline.left_s()
     if limit_s < 1:
         return Child((), f"not reached within {deadline.limit_s:.0f} s")
-    ended = run_until(deadline, [sys.executable, "-m", module, *argv], {**os.environ, **environment})
+    in_folder = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), sys.executable, "-m", module, *argv]
+    ended = run_until(deadline, in_folder, {**os.environ, **environment})
     error = ""
     if ended.code is None:
         error = f"cut off after {limit_s:.0f} s of the part's {deadline.limit_s:.0f} s"

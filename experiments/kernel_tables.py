@@ -115,8 +115,8 @@ def attentions(tiny: bool) -> Iterator[Operation]:
         batch = max(1, 16384 // length)
 
         def forward(q: Any, k: Any, v: Any, window: int = window) -> Any:
-            more = {"local_window_size": (window - 1, 0)} if window else {}
-            implementation = None if tiny else "cudnn"
+            more: Any = {"local_window_size": (window - 1, 0)} if window else {}
+            implementation: Any = None if tiny else "cudnn"
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation, **more)
 
         def both(q: Any, k: Any, v: Any, forward: Any = forward) -> Any:
@@ -269,7 +269,7 @@ def tables(flags: Flags) -> int:
     device = jax.devices()[0].device_kind.replace(" ", "-").lower()
     shares = sum(SHARES[part] for part in flags.parts)
 
-    def rows_of(part: Part) -> Iterator[Row]:
+    def rows_of(part: Any) -> Iterator[Row]:
         deadline = Deadline(60 * flags.minutes * SHARES[part] / shares)
         if part == "host":
             return measure_host(deadline, flags.tiny)

@@ -11,7 +11,7 @@ All steps are compiled for GPUs that aren't in the machine. Nothing is run. Ther
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -51,14 +51,6 @@ class Flags:
     out: Path = RESULTS
 
 
-def model_of(name: str) -> ModelConfig:
-    """The model of a preset, or Llama 3 with 70 billion parameters, which has the 8B's vocabulary and heads of its size."""
-    if name != "llama3-70b":
-        return preset(name).config
-    sizes = {"num_layers": 80, "embed_dim": 8192, "num_heads": 64, "num_kv_heads": 8, "mlp_dim": 28_672}
-    return replace(preset("llama3-8b").config, name=name, **sizes)
-
-
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """Every model and mesh, under each policy, with each preset of XLA's options."""
     for (model, mesh), policy, name in itertools.product(flags.cases, flags.policies, flags.presets):
@@ -68,7 +60,7 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
 def compiled(model: str, mesh: str, policy: str, flags: Flags, xla_preset: str) -> Row:
     """The bytes, the predicted time and the compile time of one step."""
     train = TrainConfig(seq_len=flags.seq_len, loss="chunked")
-    record = trial_on(model_of(model), train, mesh, policy, flags.batch, flags.target, xla_preset)
+    record = trial_on(preset(model).config, train, mesh, policy, flags.batch, flags.target, xla_preset)
     if record.error or not record.predicted:
         return {"num_devices": record.num_devices, "error": record.error}
     return {

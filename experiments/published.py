@@ -1,169 +1,401 @@
 """Steps that others published, compiled here without their devices: `python -m experiments.published`.
 
-* `steps`: how much longer published training steps on several GPUs took than predicted. The models, meshes, batches and saved
-  values are the published ones, and the flags of XLA are those that MaxText and JAX-Toolbox set. The programs are this package's,
-  and not those that ran. `jaxremat.chips.speed.SEVERAL_GPUS`, which tables show, is the span of `longer` over all steps.
+* `steps`: the seconds that published training steps on several GPUs took, beside the predicted ones, in all and by class of
+  kernels. The meshes, batches, saved values and flags of XLA are the published ones, and what couldn't be matched is said.
+  `jaxremat.chips.speed.SEVERAL_GPUS`, which tables show, is the span of `longer` over all steps.
 * `bytes`: the memory that MaxText printed on real chips, beside that of its own step, compiled here, and of our decoder's:
-  `python -m experiments.published --bytes --target t4 --maxtext CHECKOUT/src`. XLA's own rematerialization runs, as it did there.
+  `--parts bytes --target t4`. XLA's own rematerialization runs, as it did there.
 
-Nothing is run. `published.toml` has what was published, with its sources.
+Nothing is run. `published.toml` has what was published, with its sources. `--rows FILE` takes another file of that form, such
+as one of your own steps. MaxText must be importable for its steps, as for `--maxtext`. A step that fails doesn't end the others.
+
+Each compiled program is filed in `published/` beside the results. A step whose program was filed with the same settings and
+versions isn't compiled again, and only predicted anew. So without MaxText its filed steps are predicted, too. `--fresh` compiles
+all.
 """
 
+import lzma
+import re
 import sys
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, Row, run_experiment
-from experiments.mesh import trial_on
-from jaxremat.config import TrainConfig
-from jaxremat.model.presets import preset
+from jaxremat.errors import JaxrematError, UsageError
+from jaxremat.report.table import gib_number
+from jaxremat.system.files import parse_toml, write_whole
+
+if TYPE_CHECKING:
+    from jaxremat.chips.speed import DeviceSpeed
+    from jaxremat.xla.hlo import Module
 
 Part = Literal["steps", "bytes"]
 FILE = Path(__file__).with_suffix(".toml")
-PLOT = Path(__file__).parent.parent / "docs" / "published_bytes.png"
+DOCS = Path(__file__).parent.parent / "docs"
 #: The config of our decoder beside MaxText's.
 DECODER = Path(__file__).parent.parent / "examples" / "configs" / "Qwen3-0.6B.json"
+
+#: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it.
+_SOURCE = re.compile(r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Flags:
     """Published steps, compiled here: their bytes, and how much longer they took than predicted."""
 
-    file: Path = FILE
-    """What was published."""
-    xla_preset: str = "jax-toolbox"
-    """The preset of XLA's options for steps on several GPUs."""
+    rows: Path = FILE
+    """What was published. Another file's results go to another --out."""
     target: str = "h100-80gb"
     """The folder of the results, and of bytes the chip. Steps on several GPUs name their own."""
-    maxtext: Path | None = None
-    """The folder src of a checkout of MaxText, for its own step. Without it our decoder's is compiled alone."""
-    plot: Path = PLOT
-    """The plot of published and compiled bytes."""
+    fresh: bool = False
+    """Compile the steps again whose programs are filed."""
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = ("steps",)
     out: Path = RESULTS
 
 
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A step that was published.
+
+    Attributes:
+        name: its name, and that of the file of its program.
+        about: the model and the batch, for people.
+        target: the chip.
+        measured_s: seconds of one step.
+        source: where that was published.
+        trust: how sure the settings are.
+        unmatched: what the compiled program has otherwise than the one that ran.
+        maxtext: MaxText's command line, for a step of MaxText.
+        model: the preset of our decoder, for any other step.
+        mesh: the mesh, for our decoder.
+        devices: how many devices, for MaxText, which makes its mesh itself.
+        nodes: machines that the devices are on. None for as few as have at most 8 each.
+        options: other flags of the model and the training, as `jaxremat.Session` has them.
+        policy: what the layers save.
+        batch: sequences of one device.
+        xla_preset: the preset of XLA's options.
+        xla: options of XLA beside the preset's.
+    """
+
+    name: str
+    about: str
+    target: str
+    measured_s: float
+    source: str
+    trust: Literal["high", "medium"] = "high"
+    unmatched: tuple[str, ...] = ()
+    maxtext: str = ""
+    model: str = ""
+    mesh: str | None = None
+    devices: int | None = None
+    nodes: int | None = None
+    options: dict[str, Any] = {}
+    policy: str = "own"
+    batch: int
+    xla_preset: str = "jax-toolbox"
+    xla: dict[str, bool | int | str] = {}
+
+    @property
+    def compiled_from(self) -> dict[str, Any]:
+        """The fields that decide the program, as JSON has them."""
+        apart = ("about", "measured_s", "source", "trust", "unmatched", "total_gib", "temp_gib", "decoder")
+        return {name: value for name, value in msgspec.to_builtins(self).items() if name not in apart}
+
+
+class PublishedBytes(Published, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A step with the memory that was printed on its chip.
+
+    Attributes:
+        total_gib: output + temp + argument - alias, in GiB to 0.1.
+        temp_gib: XLA's temp.
+        decoder: the step of our decoder beside it: its policy, and its sizes where they aren't those of `DECODER`.
+    """
+
+    total_gib: float
+    temp_gib: float
+    decoder: dict[str, Any] = {}
+
+
+class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of published steps."""
+
+    step: tuple[Published, ...] = ()
+    bytes: tuple[PublishedBytes, ...] = ()
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled step as it is filed: the first line of its file. The program's text follows.
+
+    Attributes:
+        step: what it was compiled from.
+        versions: the versions of the compiler.
+        mesh: the mesh as people read it.
+        num_devices: devices in all.
+        nodes: machines that they are on.
+        order: for each device in the order of the program's, its number. Empty where both are the same.
+        total_bytes: bytes of one device.
+        temp_bytes: XLA's temp.
+    """
+
+    step: dict[str, Any]
+    versions: dict[str, str | None]
+    mesh: str
+    num_devices: int
+    nodes: int
+    order: tuple[int, ...]
+    total_bytes: int
+    temp_bytes: int
+
+
+def read_rows(file: Path) -> Rows:
+    """The steps of a file.
+
+    Raises:
+        UsageError: a field isn't known, is missing or of another type, or two steps have one name.
+    """
+    try:
+        rows = msgspec.convert(parse_toml(file.read_text()), Rows)
+    except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
+        raise UsageError(f"--rows {file}: {error}", next_step=f"{FILE.name} has the form") from None
+    names = [step.name for step in (*rows.step, *rows.bytes)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"--rows {file} has the name {min(twice)!r} twice", next_step="give each step a name of its own")
+    if both := [step.name for step in (*rows.step, *rows.bytes) if bool(step.maxtext) == bool(step.model)]:
+        raise UsageError(f"--rows {file}: {both[0]!r} is of neither maxtext nor a model, or of both")
+    return rows
+
+
+def program_of(step: Published, flags: Flags) -> "tuple[Program, Module]":
+    """The compiled program of a step, from its file if it was filed with these settings and versions.
+
+    Raises:
+        JaxrematError: it can't be compiled.
+    """
+    from jaxremat.chips.installed import version_of
+    from jaxremat.xla.hlo import parse
+
+    versions = {name: version_of(name) for name in ("jaxlib", "jax-cuda13-plugin")}
+    path = flags.out / "published" / f"{step.name}.hlo.xz"
+    if path.is_file() and not flags.fresh:
+        header, _, text = lzma.decompress(path.read_bytes()).decode().partition("\n")
+        filed = msgspec.json.decode(header, type=Program)
+        if filed.step == step.compiled_from and filed.versions == versions:
+            return filed, parse(text)
+    print(f"compiling {step.name} ...", file=sys.stderr)
+    program, text = _compiled(step, versions)
+    text = _SOURCE.sub("", text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lzma.compress(msgspec.json.encode(program) + b"\n" + text.encode()))
+    return program, parse(text)
+
+
+def _compiled(step: Published, versions: dict[str, str | None]) -> tuple[Program, str]:
+    from jaxremat.policy.grammar import parse
+    from jaxremat.session.session import Session
+
+    on: dict[str, Any] = {"target": step.target, "mesh": step.mesh, "devices": step.devices, "nodes": step.nodes}
+    session = Session(step.maxtext or step.model, **{name: value for name, value in on.items() if value}, **step.options)
+    trials = replace(session.trials, xla_preset=step.xla_preset, options=step.xla)
+    policy = trials.factory.checked(parse(step.policy), trials.train, trials.target.mesh)
+    done = trials.compile(policy, step.batch)
+    shape, speed = trials.target.mesh_shape, trials.target.speed
+    order = speed.links.order if speed and speed.links else ()
+    return Program(
+        step=step.compiled_from,
+        versions=versions,
+        mesh=str(shape),
+        num_devices=shape.num_devices,
+        nodes=shape.nodes,
+        order=order,
+        total_bytes=done.memory.total_bytes,
+        temp_bytes=done.memory.temp_bytes,
+    ), done.hlo_text
+
+
+def speed_on(program: Program) -> "DeviceSpeed | None":
+    """The rates of a program's chip, with the links of its mesh."""
+    from jaxremat.chips.nvidia.gpu import load_gpu
+    from jaxremat.chips.nvidia.speed import speed_of
+    from jaxremat.mesh.axes import MeshShape
+
+    num_devices = program.num_devices
+    mesh = MeshShape(fsdp=num_devices, nodes=program.nodes) if num_devices > 1 else None
+    speed = speed_of(load_gpu(program.step["target"])[1], mesh)
+    return replace(speed, links=replace(speed.links, order=program.order)) if speed and speed.links else speed
+
+
+def predicted(program: Program, module: "Module") -> dict[str, float]:
+    """The predicted seconds of a program, in all and by class of kernels.
+
+    `other_s` is what matmuls, attention and exposed collectives leave.
+    """
+    from jaxremat.xla.clock import predict_kernel_time, predict_step_time
+    from jaxremat.xla.kernels import kernels_of
+
+    speed = speed_on(program)
+    if speed is None:
+        return {}
+    time, seconds = predict_step_time(module, speed), {"matmul_s": 0.0, "attention_s": 0.0}
+    for kernel in kernels_of(module):
+        if kernel.kernel_class == "attention" or kernel.kernel_class.endswith("matmul"):
+            whose = kernel.kernel_class.rpartition(" ")[2]
+            seconds[f"{whose}_s"] += predict_kernel_time(kernel, speed).kernel_s * kernel.count
+    links = {"collective_s": time.collective_s, "collective_exposed_s": time.collective_exposed_s}
+    other_s = time.step_s - sum(seconds.values()) - time.collective_exposed_s
+    return {"predicted_s": time.step_s, **seconds, **links, "other_s": other_s}
+
+
+def row_of(step: Published, flags: Flags) -> Row:
+    """What was published of a step, and what was compiled and predicted. A step that fails has `error`."""
+    row: Row = {
+        "name": step.name,
+        "about": step.about,
+        "target": step.target,
+        "policy": step.policy,
+        "batch": step.batch,
+        "whose": "MaxText" if step.maxtext else "our decoder",
+        "measured_s": step.measured_s,
+        "source": step.source,
+        "trust": step.trust,
+        "unmatched": step.unmatched,
+    }
+    try:
+        program, module = program_of(step, flags)
+    except Exception as error:  # MaxText and XLA raise what they like, and the other steps are tried
+        what = error if isinstance(error, JaxrematError) else f"{type(error).__name__}: {error}"
+        print(f"{step.name}: {what}", file=sys.stderr)
+        return row | {"error": str(what).partition("\n")[0]}
+    row |= {"mesh": program.mesh, "num_devices": program.num_devices, "nodes": program.nodes}
+    row |= {"total_bytes": program.total_bytes, "temp_bytes": program.temp_bytes} | predicted(program, module)
+    return row | ({"longer": step.measured_s / row["predicted_s"] - 1} if "predicted_s" in row else {})
+
+
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """Every published step, with the predicted time and the share by which the measured one is longer."""
-    for step in tomllib.loads(flags.file.read_text())["step"]:
-        config = replace(preset(step["model"]).config, **step["sizes"])
-        train = TrainConfig(seq_len=step["seq_len"])
-        record = trial_on(config, train, step["mesh"], step["policy"], step["batch"], step["target"], flags.xla_preset)
-        row = {key: step[key] for key in ("name", "target", "mesh", "policy", "measured_s", "source")}
-        row |= {"num_devices": record.num_devices, "total_bytes": record.total_bytes, "predicted_s": record.step_s}
-        yield row | {"longer": step["measured_s"] / record.step_s - 1 if record.step_s else None, "error": record.error}
+    rows = list[Row]()
+    for step in _rows(flags).step:
+        rows.append(row_of(step, flags))
+        yield rows[-1]
+    if flags.out == RESULTS:
+        draw_steps(rows, DOCS / "published_steps.png")
 
 
 def measure_bytes(flags: Flags) -> Iterator[Row]:
-    """Every published step with bytes. Those of the target are compiled, and the others are to come."""
-    from jaxremat.session.session import Session
-
-    if flags.maxtext is not None:
-        sys.path.insert(0, str(flags.maxtext))
+    """Every published step with bytes of the target, MaxText's and our decoder's."""
     rows = list[Row]()
-    for step in tomllib.loads(flags.file.read_text())["bytes"]:
-        row = {
-            key: step.get(key) for key in ("name", "target", "policy", "total_gib", "temp_gib", "step_s", "jax", "source")
-        }
-        if step["target"] == flags.target:
-            own: dict[str, Any] = {"target": flags.target, "xla_remat": True}
-            if flags.maxtext is not None:
-                row |= _compiled(Session(maxtext_words(step), **own), "own", step["batch"], "maxtext")
-                row["longer"] = step["step_s"] / row["maxtext_predicted_s"] - 1 if row["maxtext_predicted_s"] else None
-            sizes = {
-                "scan_layers": step["scan_layers"],
-                "seq_len": step["seq_len"],
-                "param_dtype": "bfloat16",
-                "loss": "full",
-            }
-            decoder = Session(DECODER, **own, **sizes, **step.get("sizes", {}))
-            row |= _compiled(decoder, step["policy"], step["batch"], "decoder")
-        else:
-            row["to_come"] = f"its chip isn't {flags.target}"
-        rows.append(row)
-        yield row
-    draw(rows, flags.plot)
+    steps = [step for step in _rows(flags).bytes if step.target == flags.target]
+    if not steps:
+        have = sorted({step.target for step in _rows(flags).bytes})
+        raise UsageError(f"no step with bytes is one of {flags.target}", allowed=", ".join(have), next_step="--target t4")
+    for step in steps:
+        row = row_of(step, flags) | {"total_gib": step.total_gib, "temp_gib": step.temp_gib}
+        sizes = dict(step.decoder)
+        decoder = Published(
+            name=f"{step.name}-decoder",
+            about=step.about,
+            target=step.target,
+            measured_s=step.measured_s,
+            source=step.source,
+            model=str(DECODER),
+            policy=sizes.pop("policy"),
+            options=step.options | sizes,
+            batch=step.batch,
+            xla_preset=step.xla_preset,
+        )
+        ours = row_of(decoder, flags)
+        rows.append(row | {f"decoder_{name}": ours[name] for name in ("total_bytes", "temp_bytes") if name in ours})
+        yield rows[-1]
+    if flags.out == RESULTS:
+        draw_bytes(rows, DOCS / "published_bytes.png", f"published steps on a {flags.target}")
 
 
-def maxtext_words(step: Row) -> str:
-    """What a row of bytes has on the command line of MaxText."""
-    layers = f"scan_layers={str(step['scan_layers']).lower()} remat_policy={step['policy']} attention={step['attention']}"
-    return f"configs/base.yml {step['program']} max_target_length={step['seq_len']} {layers}"
+def _rows(flags: Flags) -> Rows:
+    if flags.out == RESULTS and flags.rows != FILE:
+        raise UsageError(
+            f"--rows got {flags.rows} without --out", next_step="--out FOLDER, as results/ has what was published"
+        )
+    return read_rows(flags.rows)
 
 
-def _compiled(session: Any, policy: str, batch: int, whose: str) -> Row:
-    (record,) = session.compile(policy, batch).trials
-    return {f"{whose}_{name}_bytes": getattr(record, f"{name}_bytes") for name in ("total", "temp")} | {
-        f"{whose}_predicted_s": record.predicted_step_s
-    }
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the published bytes and the compiled ones to a PNG file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-    axes = figure.subplots()
-    for whose, title, marker in (("maxtext", "MaxText's own step", "o"), ("decoder", "our decoder", "x")):
-        for kind, color in (("total", "C0"), ("temp", "C1")):
-            points = [
-                (row[f"{kind}_gib"], row[f"{whose}_{kind}_bytes"] / 2**30) for row in rows if f"{whose}_{kind}_bytes" in row
-            ]
-            if points:
-                axes.scatter(*zip(*points, strict=True), marker=marker, color=color, label=f"{title}, {kind}", zorder=3)
-    axes.axline((0, 0), slope=1, color="0.6", linewidth=1)
-    axes.set(xlabel="GiB printed on the chip, to 0.1", ylabel="GiB compiled here", title="published steps on a T4")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def draw_steps(rows: Sequence[Row], path: Path) -> None:
+    """Draws by which factor each step took longer than predicted to a PNG file."""
+    rows = [row for row in rows if "longer" in row][::-1]
+    figure, axes = _figure(0.3 * len(rows) + 1.2)
+    axes.scatter([1 + row["longer"] for row in rows], [row["about"] for row in rows], zorder=3)
+    axes.axvline(1, color="0.6", linewidth=1)
+    axes.set(xlabel="measured seconds / predicted seconds", title="published steps on several GPUs")
     figure.savefig(path, dpi=110, format="png")
 
 
+def draw_bytes(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Draws the published bytes and the compiled ones to a PNG file."""
+    figure, axes = _figure(5.2)
+    for prefix, whose, marker in (("", "MaxText's own step", "o"), ("decoder_", "our decoder", "x")):
+        for kind, color in (("total", "C0"), ("temp", "C1")):
+            compiled = f"{prefix}{kind}_bytes"
+            points = [(row[f"{kind}_gib"], row[compiled] / 2**30) for row in rows if compiled in row]
+            if points:
+                axes.scatter(*zip(*points, strict=True), marker=marker, color=color, label=f"{whose}, {kind}", zorder=3)
+    axes.axline((0, 0), slope=1, color="0.6", linewidth=1)
+    axes.set(xlabel="GiB printed on the chip, to 0.1", ylabel="GiB compiled here", title=title)
+    axes.legend()
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table.
-MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
-    "steps": (measure_steps, 3, ("name", "target", "mesh", "total_bytes", "measured_s", "predicted_s", "longer")),
+MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
+    "steps": (
+        measure_steps,
+        1,
+        (
+            *("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s", "collective_s"),
+            *("collective_exposed_s", "other_s"),
+        ),
+    ),
     "bytes": (
         measure_bytes,
-        2,
+        1,
         (
-            *("name", "target", "total_gib", "maxtext_total_bytes", "decoder_total_bytes", "temp_gib", "maxtext_temp_bytes"),
-            *("step_s", "maxtext_predicted_s", "longer"),
+            *("name", "total_gib", "total_bytes", "decoder_total_bytes", "temp_gib", "temp_bytes", "measured_s"),
+            *("predicted_s", "longer"),
         ),
     ),
 }
 
 
-def _gib(value: int) -> str:
-    return f"{value / 2**30:.2f}"
-
-
+SECONDS = "{:.3f}".format
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "total_bytes": ("GiB", _gib),
-    "measured_s": ("measured s", "{:.3f}".format),
-    "predicted_s": ("predicted s", "{:.3f}".format),
-    "longer": ("longer", "{:+.0%}".format),
+    "total_bytes": ("GiB", gib_number),
+    "temp_bytes": ("temp", gib_number),
+    "decoder_total_bytes": ("our decoder", gib_number),
     "total_gib": ("published GiB", str),
-    "maxtext_total_bytes": ("MaxText's step", _gib),
-    "decoder_total_bytes": ("our decoder", _gib),
     "temp_gib": ("published temp", str),
-    "maxtext_temp_bytes": ("MaxText's temp", _gib),
-    "step_s": ("published s", "{:.3f}".format),
-    "maxtext_predicted_s": ("predicted s", "{:.3f}".format),
+    "measured_s": ("measured s", SECONDS),
+    "predicted_s": ("predicted s", SECONDS),
+    "longer": ("longer", "{:+.1%}".format),
+    "matmul_s": ("matmuls", SECONDS),
+    "attention_s": ("attention", SECONDS),
+    "collective_s": ("links busy", SECONDS),
+    "collective_exposed_s": ("exposed", SECONDS),
+    "other_s": ("other", SECONDS),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles, prints and writes, and returns the exit code. `--bytes` is short for `--parts bytes`."""
-    argv = [
-        part
-        for word in (sys.argv[1:] if argv is None else argv)
-        for part in (("--parts", "bytes") if word == "--bytes" else (word,))
-    ]
+    """Compiles, prints and writes, and returns the exit code."""
     return run_experiment("published", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
 
 

@@ -91,7 +91,7 @@ def record(flags: Flags) -> int:
         )
     target = load_target(flags.target)
     known_as = flags.known_as or _bundled(target.description)
-    session, options = Session.of(request, target), _NO_COMMAND_BUFFERS if target.chip.platform != "cpu" else {}
+    session, options = Session.of(request, target), _NO_COMMAND_BUFFERS if target.chip.is_gpu else {}
     (asked,), (batch,) = session.request.policies, session.request.batches
     trials, policy = replace(session.trials, num_warmup=2, options=options), policy_of(asked)
     times, compilation = _recorded(trials, policy, batch), trials.compile(policy, batch)

@@ -2,11 +2,10 @@
 
 Requests for several models, policies, meshes and chips are run at both revisions, each with an empty cache. Their records are
 compared in each field: bytes, FLOPs, predicted seconds, plans. How long compiles took and the versions don't count, nor does a
-field that one of the two doesn't have and the other leaves empty. It is run where the code changes and the answers must not.
+field that one of the two doesn't have and the other leaves empty. A request that fails is named, also where it fails at both
+revisions. It is run where the code changes and the answers must not.
 """
 
-import json
-import os
 import shlex
 import subprocess
 import sys
@@ -18,19 +17,23 @@ from typing import Any
 
 from rich.console import Console
 
+from experiments.children import Child, run_child
 from experiments.common import RESULTS, Row, flags_of, write
 from jaxremat.cli.command import run_command
 from jaxremat.errors import UsageError
 from jaxremat.report.table import list_table
+from jaxremat.system.process import Deadline
 
 ROOT = Path(__file__).parent.parent
 #: Fields that differ from run to run.
 NOT_COMPARED = {"lower_s", "compile_s", "versions"}
+#: Seconds that a request may take at one revision.
+LIMIT_S = 1800
 REQUESTS = (
     "--model tiny --target h100-80gb --policy none dots dots+attention nothing every:2 --batch 8",
     "--model tiny --target l4 --policy dots",
     "--model gpt2 --num-layers 4 --target h200 --policy auto --batch 16",
-    "--model gpt2 --num-layers 2 --attention xla --target rtx4090 --policy offload:block_input --batch 4 --scan-layers True",
+    "--model gpt2 --num-layers 2 --attention xla --target rtx4090 --policy offload:mlpwi_0 --batch 4 --scan-layers True",
     "--model llama3.2-1b --num-layers 2 --target b200 --policy dots --batch 4 --xla-preset jax-toolbox",
     "--model llama3.2-1b --num-layers 2 --target h100-80gb --mesh fsdp=8 --policy dots+attention nothing --batch 8",
     "--model gemma-2b --num-layers 2 --target a100-80gb --policy dots --batch 2 --seq-len 512",
@@ -52,13 +55,11 @@ class Flags:
     out: Path = RESULTS
 
 
-def records_at(tree: Path, request: str) -> list[Any]:
-    """The records of a request, by the sources in `tree`. Those that a failed request has printed before are among them."""
+def records_at(tree: Path, request: str) -> Child:
+    """The records of a request by the sources in `tree`, and why it failed if it did."""
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": cache}
-        command = [sys.executable, "-m", "jaxremat.run", "--json", *shlex.split(request)]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    return [*map(json.loads, done.stdout.splitlines()), *([{"error": done.stderr[-300:]}] if done.returncode else [])]
+        environment = {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": cache}
+        return run_child("jaxremat.run", ["--json", *shlex.split(request)], Deadline(LIMIT_S), environment, tree)
 
 
 def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
@@ -74,9 +75,11 @@ def differences(one: Any, other: Any, place: str = "") -> Iterator[str]:
 
 
 def compared(tree: Path, request: str) -> Row:
-    """The row of a request: how many records it has, and in which fields they differ."""
+    """The row of a request: how many records it has, why it failed at a revision, and in which fields the records differ."""
     before, now = records_at(tree, request), records_at(ROOT, request)
-    return {"request": request, "records": len(now), "differences": [*differences(before, now)]}
+    failed = {name: child.error for name, child in (("before", before), ("now", now)) if child.error}
+    found = [*differences([*before.rows], [*now.rows])]
+    return {"request": request, "records": len(now.rows), "failed": failed, "differences": found}
 
 
 def rows_of(flags: Flags) -> Iterator[Row]:
@@ -103,16 +106,20 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def work(flags: Flags) -> int:
-    """Files each row, prints the table, and returns 1 if a record differs."""
+    """Files each row, prints the table, and returns 1 if a request fails or a record differs."""
     revisions = {name: _git("rev-parse", name).stdout.strip() for name in (flags.since, "HEAD")}
     rows: list[Row] = []
     for row in rows_of(flags):
         rows.append(row)
-        print(f"{row['request']}: {row['differences'] or 'no difference'}", file=sys.stderr)
+        print(f"{row['request']}: {row['failed'] or row['differences'] or 'no difference'}", file=sys.stderr)
         write(flags.out / "unchanged" / "unchanged.json", {"revisions": revisions, "rows": rows})
-    cells = [(row["request"], str(row["records"]), str(len(row["differences"]))) for row in rows]
-    Console().print(list_table("the same records", ("request", "records", "differences"), cells, left=1))
-    return 1 if any(row["differences"] for row in rows) else 0
+    columns = ("request", "records", "failed", "differences")
+    cells = [
+        (row["request"], str(row["records"]), " and ".join(row["failed"]) or "-", str(len(row["differences"])))
+        for row in rows
+    ]
+    Console().print(list_table("the same records", columns, cells, left=1))
+    return int(any(row["failed"] or row["differences"] for row in rows))
 
 
 def main(argv: list[str] | None = None) -> int:

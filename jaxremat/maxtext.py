@@ -2,7 +2,7 @@
 
     jaxremat run --maxtext "configs/base.yml model_name=qwen3-0.6b max_target_length=512" --target t4 --policy own minimal auto
 
-MaxText must be importable. A policy that its config can say is compiled by that config, so that every operation is MaxText's own.
+MaxText must be importable. A policy that its config can say is compiled by that config, and every operation is MaxText's own.
 The step around the loss is made here, as https://github.com/AI-Hypercomputer/maxtext has it in `trainers/pre_train/train.py`.
 """
 
@@ -13,10 +13,10 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.errors import MissingDependencyError, UsageError, bad_value, nearest
+from jaxremat.errors import MissingDependencyError, UsageError, bad_value, both, nearest, reject
 from jaxremat.policy.maxtext import config_lines, config_words
 
 if TYPE_CHECKING:
@@ -41,14 +41,19 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
         seq_len: `max_target_length`. None leaves the config's.
 
     Raises:
-        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config.
+        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config, or the text has a length beside
+            `seq_len`.
     """
     import jax
 
     from jaxremat.policy.with_policy import with_policy
     from jaxremat.workload.workload import Workload
 
-    words = (*config_words(text), *([] if seq_len is None else [f"max_target_length={seq_len}"]))
+    words = config_words(text)
+    if seq_len is not None:
+        length = next((word for word in words if word.startswith("max_target_length=")), "")
+        reject((length, both(length, f"sequences of {seq_len} tokens"), "leave it out beside --seq-len or --lengths"))
+        words = (*words, f"max_target_length={seq_len}")
     devices = tuple(devices or jax.devices()[:1])
     config, (mesh, state, places) = _config(words, batch, devices), _state(words, devices)
     num_tokens = config.global_batch_size_to_train_on * config.max_target_length
@@ -87,8 +92,8 @@ def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     trainer, rules = _trainer(), linen.logical_axis_rules(config.logical_axis_rules)
     args, _, shardings, _, model = trainer.get_shaped_inputs(mesh, config)
     of_params, shardings = trainer.sharding.maybe_update_params_sharding_with_opt(config, shardings)
-    of_data, signature = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
-    step, ins, outs, _, donated = signature.get_functional_train_with_signature(
+    of_data, utils = trainer.sharding.get_input_data_sharding(config, mesh), trainer.maxtext_utils
+    step, ins, outs, _, donated = utils.get_functional_train_with_signature(
         trainer.train.train_step, of_data, shardings, model, config, of_params
     )
     return jax.jit(rules(step), in_shardings=ins, out_shardings=outs, donate_argnums=donated), args
@@ -148,11 +153,35 @@ def _optimizer(config: Any, mesh: Any) -> Any:
 def _state(words: tuple[str, ...], devices: tuple[Any, ...]) -> tuple[Any, Any, dict[str, str]]:
     """What no batch changes: the mesh, the training state's shapes, the tensors of `custom`."""
     config = _config(words, 1, devices)
-    mesh = _trainer().maxtext_utils.get_mesh_from_config(config, devices)
+    mesh = _mesh(config, devices)
     texts = {name: getattr(value, "value", value) for name, value in config.get_keys().items()}
     places = {name: text for name, text in texts.items() if isinstance(text, str) and text in ("remat", "device", "offload")}
     custom = _config((*words, "remat_policy=custom", *(f"{name}=device" for name in places)), 1, devices)
     return mesh, _trainer().get_shaped_inputs(mesh, config)[0][0], {name: places[name] for name in custom.tensors_on_device}
+
+
+def _mesh(config: Any, devices: tuple[Any, ...]) -> Any:
+    """MaxText's mesh.
+
+    It reads a device's node as `slice_index`. GPUs that aren't here have their node as their process.
+    """
+    import jax
+    import numpy as np
+
+    if len({getattr(device, "slice_index", 0) for device in devices}) == config.num_slices:
+        return _trainer().maxtext_utils.get_mesh_from_config(config, devices)
+    named = [{name: getattr(one, name) for name in ("platform", "device_kind", "process_index", "id")} for one in devices]
+    read = [SimpleNamespace(device=one, slice_index=_node(one), **about) for one, about in zip(devices, named, strict=True)]
+    laid = np.vectorize(lambda one: one.device)(_trainer().maxtext_utils.create_device_mesh(config, read))
+    kind = getattr(jax.sharding.AxisType, config.shard_mode.value.capitalize())
+    return jax.sharding.Mesh(laid, config.mesh_axes, axis_types=(kind,) * len(config.mesh_axes))
+
+
+def _node(device: Any) -> int:
+    """The node of a device."""
+    import jax
+
+    return getattr(device, "slice_index", 0) or (device.process_index if jax.process_count() == 1 else 0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -165,7 +194,7 @@ def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any
     keys = pyconfig.types.MaxTextConfig.model_fields
     if unknown := [key for word in given if (key := word.partition("=")[0]) not in keys]:
         raise bad_value("--maxtext", unknown[0], f"the keys of {file}", nearest(unknown[0], keys) or "leave it out")
-    platform, nodes = devices[0].platform, {getattr(device, "slice_index", 0) for device in devices}
+    platform, nodes = devices[0].platform, {*map(_node, devices)}
     own = (f"hardware={platform if platform in ('cpu', 'tpu') else 'gpu'}", f"base_output_directory={tempfile.gettempdir()}")
     job = (f"per_device_batch_size={batch}", "skip_jax_distributed_system=true", "internal_compile=true")
     job += (f"internal_compile_num_devices={len(devices)}", f"compile_topology_num_slices={len(nodes)}")

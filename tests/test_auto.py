@@ -431,6 +431,19 @@ def test_an_edited_plan_is_rejected(key, value, named, plan_file, tmp_path):
     assert [word for word in (str(path), *named) if word not in caught.value.got] == []
 
 
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=8", {"fsdp": "8"}, {"axes": {"d": "8"}}, {"axes": [8]}, {"axes": {"d": 8}, "nodes": None}]
+)
+def test_an_edited_mesh_of_a_plan_is_rejected(mesh, plan_file, tmp_path):
+    found = json.loads(plan_file.read_text())
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(found | {"config": found["config"] | {"mesh": mesh}}))
+    with pytest.raises(UsageError) as caught:
+        load_plan(str(path))
+    assert "config: " in caught.value.got
+    assert caught.value.cause
+
+
 def test_a_plan_s_batch_divides_a_global_batch(plan_file):
     with pytest.raises(UsageError) as caught:
         check_run(parse_flags(RunFlags, [*XLA, "--policy", f"plan:{plan_file}", "--global-batch", "24"]))

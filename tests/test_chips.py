@@ -41,12 +41,11 @@ class Abacus(Chip):
     platform = "cpu"
     title = "Abacus"
     is_gpu = False
-    attention = FusedAttention("wooden", "wooden attention", "wooden_fwd", "no_such_folder", "takes beads")
+    attention = FusedAttention("wooden", "wooden attention", "no_such_folder", "takes beads")
     options = CompilerOptions(
         deviceless={"xla_made_up_frame": 1},
         kernel_cache="xla_made_up_cache",
         matmuls=MatmulSwitch("xla_made_up_fingers", on="triton", off="cublas", autotune="xla_made_up_level"),
-        presets={"fast": {"xla_made_up_oil": True}},
     )
     calls = ((r"abacus\$mm", "matmul"),)
     with_workspace = "abacus"

@@ -2,12 +2,20 @@
 
 import json
 import os
+import shlex
+import subprocess
 import sys
 
 import pytest
 
-from experiments import examples, levers, mesh, next_jax, published, tables
+from experiments import examples, levers, mesh, next_jax, tables, unchanged
+from experiments.children import Child
 from experiments.common import other_parts, results_text, write
+from jaxremat.chips.target import load_target
+from jaxremat.cli.command import parse_flags
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
+from jaxremat.session.session import Session
 from jaxremat.system.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
@@ -42,6 +50,53 @@ def test_a_file_of_results_has_a_row_a_line():
         {"policy": "─", "losses": [1.0, 2]},
     ]
     assert json.loads("".join(lines)).keys() == result.keys()
+
+
+SAME = {"bytes": 1, "of": [{"name": "a", "step_s": 0.5}]}
+
+
+@pytest.mark.parametrize(
+    ("other", "places"),
+    [
+        (SAME | {"compile_s": 3.0, "new": None}, []),
+        (SAME | {"bytes": 2}, ["[0].bytes"]),
+        (SAME | {"of": [{"name": "b", "step_s": 0.6}]}, ["[0].of[0].name", "[0].of[0].step_s"]),
+        (SAME | {"of": []}, ["[0].of"]),
+        ({"bytes": 1}, ["[0].of"]),
+    ],
+)
+def test_what_became_of_a_record(other, places):
+    assert [text.partition(": ")[0] for text in unchanged.differences([SAME], [other])] == places
+
+
+FAILED = Child((), "unknown name")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "failed", "num_differences", "code"),
+    [
+        (Child((SAME,), ""), Child((SAME,), ""), [], 0, 0),
+        (Child((SAME,), ""), Child((SAME | {"bytes": 2},), ""), [], 1, 1),
+        (Child((SAME,), ""), FAILED, ["now"], 1, 1),
+        (FAILED, FAILED, ["before", "now"], 0, 1),
+    ],
+)
+def test_what_became_of_a_request(before, now, failed, num_differences, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(unchanged, "records_at", lambda tree, request: now if tree == unchanged.ROOT else before)
+    row = unchanged.compared(tmp_path, "--model tiny")
+    assert ([*row["failed"]], len(row["differences"])) == (failed, num_differences)
+    monkeypatch.setattr(unchanged, "rows_of", lambda flags: [row])
+    monkeypatch.setattr(unchanged, "_git", lambda *words: subprocess.CompletedProcess(words, 0, "", ""))
+    assert unchanged.main(["--out", str(tmp_path)]) == code
+    assert json.loads((tmp_path / "unchanged" / "unchanged.json").read_text())["rows"] == [row]
+
+
+@pytest.mark.parametrize("words", [one for one in unchanged.REQUESTS if "examples/" not in one])
+def test_a_request_that_is_compared_is_one(words, h100):
+    """Its names are those of the model's values."""
+    flags = parse_flags(RunFlags, shlex.split(words))
+    request = check_run(flags)
+    assert Session.of(request, load_target(flags.target, request.mesh), attention="xla").request.policies
 
 
 @pytest.mark.parametrize(
@@ -103,30 +158,6 @@ def test_mesh(tmp_path, h100, capsys):
         assert row["step_s"] > row["collective_exposed_s"] >= 0
         assert row["total_bytes"] > row["state_bytes"] > 0
     assert len(capsys.readouterr().out.splitlines()) > len(rows)
-
-
-PUBLISHED = """
-[[step]]
-name = "tiny"
-target = "a100-80gb"
-mesh = "fsdp=2"
-model = "tiny"
-sizes = { num_layers = 1 }
-seq_len = 64
-batch = 2
-policy = "nothing"
-measured_s = 1.0
-source = "none: made up"
-"""
-
-
-@pytest.mark.full
-def test_published(tmp_path, h100, capsys):
-    (tmp_path / "steps.toml").write_text(PUBLISHED)
-    (row,) = run(published.main, ["--file", str(tmp_path / "steps.toml")], tmp_path, "published")["steps"]
-    assert (row["num_devices"], row["target"], row["error"]) == (2, "a100-80gb", None)
-    assert row["longer"] == pytest.approx(1 / row["predicted_s"] - 1)
-    assert "a100-80gb" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -55,6 +55,11 @@ def own_optimizer():
     return dataclasses.replace(workload(6), optimizer=optax.sgd(0.1))
 
 
+def flat():
+    x = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+    return jaxremat.Workload(loss=lambda w, x: (x * w).sum(), params=jnp.ones(4), batch=x, notes=("a note",))
+
+
 def step():
     return jaxremat.Workload(step=lambda w, x: w - 0.1 * x.sum(), args=(jnp.ones((4, 4)), jnp.ones(3)))
 """
@@ -91,6 +96,12 @@ def workload(batch: int = 8, loss: str = "chunked", scan_layers: bool = False):
 def train(tmp_path):
     (tmp_path / "given_train.py").write_text(TRAIN)
     return str(tmp_path / "given_train.py")
+
+
+@pytest.fixture
+def choices(tmp_path):
+    (tmp_path / "given_choices.py").write_text(CHOICES)
+    return f"{tmp_path}/given_choices.py:workload"
 
 
 def records(
@@ -130,30 +141,45 @@ def test_a_keyword_that_the_function_lacks_is_rejected_by_its_flag(train, h100, 
         assert spec.rpartition("/")[2] in caught.value.got
 
 
-def test_losses_and_layouts_of_ones_own(tmp_path, h100):
+def test_losses_and_layouts_of_ones_own(choices, h100):
     """A plan chooses among them, and flags fix them, as for a preset."""
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    own = opened(h100, "--model", f"{spec}:workload", "--policy", "auto")
+    own = opened(h100, "--model", choices, "--policy", "auto")
     assert own.request.policies[0].policy == Auto(("full", "chunked"), ("loop", "unrolled"))
     assert (own.trials.factory.facts(own.trials.train).loss, own.trials.factory.layout()) == ("chunked", "unrolled")
     assert own.trials.with_loss("full").workload_at().num_tokens == 1
     scanned = own.trials.with_layout("loop").factory
+    assert own.trials.with_layout("unrolled").factory is own.trials.factory
     assert [one.found and one.found.kinds[0].in_scan for one in (scanned, own.trials.factory)] == [True, False]
     assert (scanned.config()["scan_layers"], scanned.num_layers()) == (True, 3)
-    fixed = opened(h100, "--model", f"{spec}:workload", "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")
+    fixed = opened(h100, "--model", choices, "--loss", "chunked:4", "--scan-layers", "True", "--policy", "auto")
     assert fixed.request.policies[0].policy == Auto(("chunked:4",))
     assert (fixed.trials.factory.facts(fixed.trials.train).loss, fixed.trials.factory.layout()) == ("chunked:4", "loop")
     with pytest.raises(UsageError) as caught:
-        opened(h100, "--model", f"{spec}:workload", "--loss", "full", "--model-arg", "loss=full")
+        opened(h100, "--model", choices, "--loss", "full", "--model-arg", "loss=full")
     assert "--loss" in caught.value.got
     assert "--model-arg" in caught.value.got
 
 
-def test_sample_tokens_has_an_effect_where_the_workload_writes_text(tmp_path, train, h100):
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    assert "sample_tokens" not in opened(h100, "--model", f"{spec}:workload").request.model.no_effect
+def test_the_default_loss_is_the_first_one(tmp_path, h100, capsys):
+    """The function's workload is never made with the preset's default, full."""
+    spec = tmp_path / "given_chunked.py"
+    spec.write_text(CHOICES.replace("    one = jax", '    assert loss != "full"\n    one = jax'))
+    assert opened(h100, "--model", f"{spec}:workload").trials.train.loss == "chunked"
+    assert main(["--model", f"{spec}:workload", "--list", "optimizers", "--json"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_a_whole_step_has_the_presets(train, h100):
+    argv = ["--model", f"{train}:step", "--xla-preset", "default", "latency-hiding"]
+    for more, text in (([], "none"), (["--policy", "own"], "own")):
+        policies = opened(h100, *argv, *more).request.policies
+        assert [(one.text, str(one.policy), one.xla_preset) for one in policies] == [
+            (text, text, preset) for preset in ("default", "latency-hiding")
+        ]
+
+
+def test_sample_tokens_has_an_effect_where_the_workload_writes_text(choices, train, h100):
+    assert "sample_tokens" not in opened(h100, "--model", choices).request.model.no_effect
     assert "sample_tokens" in opened(h100, "--model", f"{train}:workload").request.model.no_effect
 
 
@@ -165,10 +191,8 @@ def test_a_keyword_of_another_meaning_is_the_function_s_own(tmp_path, h100):
 
 
 @pytest.mark.full
-def test_a_plan_for_ones_own_has_a_loss_and_a_layout(capsys, tmp_path):
-    spec = tmp_path / "given_choices.py"
-    spec.write_text(CHOICES)
-    argv = ["--model", f"{spec}:workload", "--policy", "auto", "--target", "h100-80gb", "--batch", "8", "--json"]
+def test_a_plan_for_ones_own_has_a_loss_and_a_layout(capsys, choices):
+    argv = ["--model", choices, "--policy", "auto", "--target", "h100-80gb", "--batch", "8", "--json"]
     assert main(argv) == 0
     plan, *_ = [
         row for line in capsys.readouterr().out.splitlines() if isinstance(row := from_row(json.loads(line)), PlanRecord)
@@ -214,6 +238,7 @@ def test_a_workload_of_one_batch_has_no_other(capsys, train):
         ("step", ["--optimizer", "lion"], ["--optimizer"]),
         ("step", ["--accumulate", "2"], ["--accumulate"]),
         ("step", ["--list", "names"], []),
+        ("flat", ["--list", "names"], []),
         ("workload", ["--policy", "every:9"], ["'every:9'", "9", "4"]),
         ("workload", ["--policy", "save:nonsense"], ["'save:nonsense'", "'nonsense'"]),
         ("workload", ["--layers", "blocks_*"], ["'blocks_*'"]),
@@ -224,6 +249,7 @@ def test_what_a_workload_cannot_do_is_one_error(train, attribute, argv, got):
     assert [text for text in got if text not in error.got] == []
     assert attribute == "workload" or f"given_train.py:{attribute}" in error.got
     assert error.next_step or error.allowed
+    assert "a note" not in error.cause
 
 
 @pytest.mark.full

@@ -154,6 +154,18 @@ def test_peak_and_link_are_read_from_xlas_text(tmp_path):
     assert speed_of(read(tmp_path, GOOD)) is None
 
 
+def test_below_8_0_times_need_the_clock_in_training(tmp_path):
+    """XLA's text has the nominal clock alone, at which a T4's matmuls would be half as fast again as they are."""
+    text = load_gpu("t4")[1].to_text().replace("  core_count", "  pcie_bandwidth: 15750000000\n  core_count")
+    gpu = read(tmp_path, text)
+    assert gpu.host_link_bandwidth
+    assert speed_of(gpu) is None
+    bundled, with_clock = speed_of(load_gpu("t4")[1]), speed_of(dataclasses.replace(gpu, sustained_clock_ghz=1.05))
+    assert bundled
+    assert with_clock
+    assert with_clock.bf16_flops == bundled.bf16_flops == bundled.f32_flops == pytest.approx(5.376e12)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxremat
+from jaxremat.policy.grammar import POLICIES
 
 PACKAGE = Path(jaxremat.__file__).parent
 ROOT = PACKAGE.parent
@@ -275,12 +276,26 @@ def matches_on_classes(path: Path, names: set[str]) -> bool:
             tested.append(node.cls)
         elif isinstance(node, ast.Compare) and "type(" in ast.unparse(node.left):
             tested += node.comparators
-    return any(isinstance(inner, ast.Name) and inner.id in names for node in tested for inner in ast.walk(node))
+    inner = [inner for node in tested for inner in ast.walk(node)]
+    found = {one.id for one in inner if isinstance(one, ast.Name)} | {
+        one.attr for one in inner if isinstance(one, ast.Attribute)
+    }
+    return not names.isdisjoint(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["isinstance(x, Every)", "isinstance(x, int | spec.Every)", "type(x) is spec.Every", "match x:\n case a.Every(): 1"],
+)
+def test_what_counts_as_a_match_on_classes(text, tmp_path):
+    (tmp_path / "some.py").write_text(text)
+    assert matches_on_classes(tmp_path / "some.py", {"Every"})
+    assert not matches_on_classes(tmp_path / "some.py", {"Names", "x"})
 
 
 def test_policies_answer_for_themselves():
     """Outside of `policy/`, and where its layers run, nothing tests the class of a policy."""
-    policies = {"Rule", "Names", "Every", "OneIn", "Mix"}
+    policies = {policy.__name__ for policy in POLICIES}
     assert {name_of(f) for f in FILES if matches_on_classes(f, policies)} == {"policy/grammar.py"}
 
 

@@ -26,7 +26,7 @@ from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
-from jaxremat.session.request import Auto, Request, RequestedPolicy
+from jaxremat.session.request import MAXTEXT, Auto, Request, RequestedPolicy
 from jaxremat.session.session import Session
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import LengthsRecord
@@ -232,6 +232,16 @@ class TestBucketRequests:
         requested = request(f"--hf examples/configs/Qwen3-8B.json --lengths {data} --buckets 1")
         (one,) = at_each_length(requested)
         assert one.model == requested.model
+
+    def test_a_text_of_maxtext_is_no_preset(self, data):
+        """gpt2 has 1,024 positions and costs FLOPs. A text's sequences cost their tokens, however long they are."""
+        data.write_text("100,3\n2000,1\n")
+        requested = check_lengths(RunFlags(maxtext="model_name=x", lengths=data, buckets=2))
+        assert requested.bucketed
+        assert (requested.model.name, requested.bucketed.histogram.longest) == (MAXTEXT, 2000)
+        assert [one.flags.model for one in at_each_length(requested)] == [MAXTEXT] * 2
+        of_own = check_lengths(RunFlags(model="examples/plain_scan.py:workload", lengths=data, buckets=2))
+        assert requested.lengths == of_own.lengths
 
     @pytest.mark.parametrize(
         ("flags", "named"),

@@ -80,7 +80,7 @@ def test_a_remedy_has_the_flags_that_its_reader_has(reader, has_policy, has_loss
 
 def test_the_remedy_of_attention_is_the_policy_that_saves_it():
     mix = "1*nothing|1*save:query_proj", "1*nothing+attention|1*save:query_proj+attention"
-    for text, remedy in (("dots", "dots+attention"), mix):
+    for text, remedy in (("dots", "dots+attention"), ("own", "dots+attention"), mix):
         facts = replace(made_up()["attention-twice"], policy=parse(text), remedies="flags")
         assert one(find(facts), "attention-twice").remedy.split() == ["--policy", remedy]
     for text in ("every:2+dots", "one-in:2"):  # they compute whole groups again on purpose
@@ -187,6 +187,19 @@ def test_names_are_read_from_any_policy():
     assert names_in_jax_policy(both, written) == {"a", "b"}
     assert names_in_jax_policy(offload, written) == {"a", "c"}
     assert names_in_jax_policy(POLICIES.nothing_saveable, written) == names_in_jax_policy(None, written) == set()
+
+
+def test_the_names_of_a_preset_that_are_written_nowhere_do_not_count():
+    """Neither before a program is traced under the preset, nor after."""
+    (preset,) = parse("save_qkv_proj").layer_policies
+    policy = preset.to_jax()
+    assert names_in_jax_policy(policy, {"query_proj"}) == {"query_proj"}
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "query_proj")).sum()
+
+    assert traced_of(jax.grad(loss), X).policy_names == {"query_proj"}
 
 
 def test_a_scan_over_microbatches_leaves_its_checkpoints_mergeable():

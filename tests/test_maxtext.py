@@ -6,17 +6,22 @@ with the folder `src` of a checkout on PYTHONPATH.
 
 import importlib.util
 import itertools
+import json
+import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import pytest
 
 import jaxremat
+from jaxremat import maxtext
+from jaxremat.cli.recommend import cells_of
 from jaxremat.errors import MissingDependencyError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, config_batch, config_lines, config_words
 from jaxremat.policy.spec import NONE, OWN, Names
-from jaxremat.session.flags import RunFlags
+from jaxremat.session.flags import RecommendFlags, RunFlags
 from jaxremat.session.request import MAXTEXT, check_run
 
 has_maxtext = pytest.mark.skipif(importlib.util.find_spec("maxtext") is None, reason="maxtext isn't importable")
@@ -72,6 +77,25 @@ def test_what_contradicts_a_text(more):
     with pytest.raises(UsageError) as raised:
         check_run(RunFlags(maxtext="per_device_batch_size=4", **more))
     assert "both given" in raised.value.got
+
+
+def test_one_length():
+    """Without MaxText, too: a text with a length of its own has no other one."""
+    with pytest.raises(UsageError) as raised:
+        maxtext.workload("model_name=x max_target_length=128", seq_len=64)
+    assert "max_target_length=128" in raised.value.got
+
+
+@pytest.mark.full
+def test_a_text_has_its_own_mesh_where_gpus_are_compared():
+    flags = RecommendFlags(maxtext="model_name=x", target=("h100-80gb",), devices=(1, 8), policy=("own",))
+    one, eight = cells_of(flags)
+    assert (one.flags.devices, eight.flags.devices) == (None, 8)
+    for cell in (one, eight):
+        assert (cell.flags.model, cell.flags.mesh, cell.flags.maxtext) == (MAXTEXT, None, None)
+        assert cell.trials["own"].refused == ""
+    with pytest.raises(UsageError):
+        cells_of(replace(flags, model="gpt2"))
 
 
 # A policy as lines of the config.
@@ -131,14 +155,11 @@ def test_under_own_the_loss_is_the_authors():
 
 
 def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
-    from jaxremat import maxtext
-
     maxtext._trainer.cache_clear()
     monkeypatch.setitem(sys.modules, "maxtext", None)
     with pytest.raises(MissingDependencyError) as raised:
         maxtext.workload(TINY)
     assert "pip install" in raised.value.next_step
-    maxtext._trainer.cache_clear()
 
 
 @has_maxtext
@@ -154,8 +175,6 @@ def test_without_maxtext_there_is_one_line_to_type(monkeypatch):
 )
 @pytest.mark.full
 def test_what_maxtext_rejects_is_one_error(text):
-    from jaxremat import maxtext
-
     with pytest.raises(UsageError):
         maxtext.workload(text)
 
@@ -172,7 +191,6 @@ def bytes_of(answer):
 
 def bytes_of_train_step(more, batch, devices=1):
     """The bytes of MaxText's own train step, as its trainer jits it."""
-    from jaxremat import maxtext
 
     def workload(devices=None):
         config = maxtext._config(config_words(f"{TINY} {more}"), batch, tuple(devices or ()))
@@ -205,6 +223,38 @@ def test_several_devices_by_maxtexts_mesh():
     found = bytes_of(session(more, devices=4).compile("own", 2))
     assert found == pytest.approx(bytes_of_train_step(more, 2, 4), abs=4096)
     assert found < bytes_of(session().compile("own", 2))
+
+
+@has_maxtext
+@pytest.mark.full
+def test_nodes_are_maxtexts_slices():
+    """The parts of an axis over nodes are apart, and its parts in a node are neighbours."""
+    more = "dcn_data_parallelism=2 ici_fsdp_parallelism=4"
+    on_nodes = session(more, devices=8, nodes=2).trials.target
+    assert str(on_nodes.mesh_shape) == "data=2,fsdp=4"
+    assert on_nodes.mesh is not None
+    nodes = {device.process_index for device in on_nodes.mesh.devices.flat}
+    assert len(nodes) == 2
+    for part in on_nodes.mesh.devices.reshape(2, 4):
+        assert len({device.process_index for device in part}) == 1
+    with pytest.raises(UsageError):
+        session(more, devices=8, nodes=1)
+
+
+@has_maxtext
+@pytest.mark.full
+def test_what_to_rent(tmp_path):
+    argv = ["--maxtext", f"{TINY} remat_policy=minimal", "--target", "h100-80gb", "--devices", "1,2", "--policy", "own"]
+    argv += ["--max-batch", "2", "--jobs", "1", "--json", "--out", str(tmp_path / "rent.jsonl")]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxremat", "recommend", *argv], capture_output=True, text=True, check=True, timeout=600
+    )
+    rows = {row["num_devices"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert {number: row["mesh"] for number, row in rows.items()} == {1: None, 2: "fsdp=2"}
+    for row in rows.values():
+        assert (row["policy"], row["batch"], row["fits"]) == ("own", 2, True)
+        assert row["checkpointing"] in ("faster", "not needed")
+        assert row["tokens_per_s"] > 0
 
 
 @has_maxtext

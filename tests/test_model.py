@@ -15,15 +15,21 @@ from jaxremat.model.transformer import Decoder, count_params, layer_names
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
 from tests.helpers import quick_jit
 
-# The number of parameters in the weights their authors publish, tied heads counted once.
+# The number of parameters in the weights their authors publish, tied heads counted once. GPT-3's weights aren't published: 96
+# layers of 12 x 12288 x 12288 + 13 x 12288, the embeddings of 50257 tokens and 2048 positions, and the last norm.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
     "llama3.2-1b": 1_235_814_400,
     "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-405b": 405_853_388_800,
     "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "mistral-7b": 7_241_732_096,

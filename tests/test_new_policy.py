@@ -1,9 +1,9 @@
-"""A policy for several layers that is added in one file: its class here, and nothing anywhere else."""
+"""A policy for several layers that is added in one file: its class here, and its name among `grammar.POLICIES`."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import flax.linen as nn
@@ -14,7 +14,8 @@ import pytest
 
 from experiments.reference_tables import policy_table_markdown
 from jaxremat.errors import UnknownPolicyError
-from jaxremat.policy.grammar import POLICIES, parse, register
+from jaxremat.policy import grammar
+from jaxremat.policy.grammar import parse
 from jaxremat.policy.layers import Layers
 from jaxremat.policy.spec import NONE, NOTHING, Form, LayerPolicy, Policy, read_count, read_word
 from jaxremat.policy.stack import scan_layers
@@ -52,10 +53,8 @@ class First(Policy):
 
 
 @pytest.fixture(autouse=True)
-def first() -> Iterator[None]:
-    register(First)
-    yield
-    POLICIES.remove(First)
+def first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "POLICIES", (*grammar.POLICIES, First))
 
 
 NUM = 4

@@ -100,6 +100,17 @@ def test_the_default_batch_is_known_without_a_comparison():
     assert calls == [PART, 12, PART]
 
 
+def test_a_count_of_samples_makes_no_other_workload():
+    """On eight devices the step at batch 2 is the workload at 16, which is there already."""
+    calls = []
+    counting = factory(lambda batch: (calls.append(batch), made(batch))[1])
+    trials = Trials(counting, TRAIN, load_target("h100-80gb", MeshShape(fsdp=8)), 2**40)
+    assert trials.workload_of(2).num_samples == 16
+    before = [*calls]
+    assert (trials.samples_at(2), trials.global_batch_at(2)) == (16, 16)
+    assert calls == before
+
+
 def test_random_keys_belong_to_a_microbatch_and_offsets_grow_from_one():
     def keyed(batch):
         keys = {"key": jax.eval_shape(lambda: jax.random.key(0)), "old": jax.ShapeDtypeStruct((2,), jnp.uint32)}

@@ -1,6 +1,7 @@
 """`jaxremat.Session`: the commands' answers in a notebook, with their checks and their defaults."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxremat.cli.run import main
 from jaxremat.errors import TargetError, UsageError
@@ -101,6 +103,31 @@ def test_a_policy_is_not_a_list_of_letters():
     with pytest.raises(UsageError) as caught:
         session.compare("dots")
     assert "'dots'" in caught.value.got
+
+
+def test_axes_of_a_mesh_in_a_function():
+    """It is traced on the mesh, as that of --model, also where no step is compiled."""
+
+    def on_axes(batch: int = 8) -> Workload:
+        loss = lambda w, x: jnp.mean(jax.lax.with_sharding_constraint(x, PartitionSpec("fsdp")) @ w[0] @ w[1])  # noqa: E731
+        return replace(squares(batch), loss=loss)
+
+    session = Session(on_axes, target="h100-80gb", mesh="fsdp=2")
+    assert (session.trials.factory.num_layers(), str(session.trials.target.mesh_shape)) == (2, "fsdp=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [("lr=3/train.py:workload", "model"), ("a.yml steps=3", "maxtext"), ("a=1:2", "maxtext"), ("a=1/config.json", "hf")],
+)
+def test_what_a_text_names(monkeypatch, model, field):
+    def check_run(flags: Any, model: Any) -> Any:
+        raise UsageError(next(name for name in ("model", "maxtext", "hf") if getattr(flags, name)))
+
+    monkeypatch.setattr("jaxremat.session.session.check_run", check_run)
+    with pytest.raises(UsageError) as caught:
+        Session(model)
+    assert caught.value.got == field
 
 
 def test_a_config_json_is_a_model(monkeypatch):

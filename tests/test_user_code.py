@@ -303,6 +303,14 @@ def test_an_error_in_real_data_and_in_the_loss_under_a_policy(write: Write, tmp_
     assert f'File "{tmp_path}/train.py", line' in error.trace
 
 
+@pytest.mark.parametrize("part", ["as_config", "data_hash", "logical_axes", "otherwise"])
+def test_an_error_in_what_a_workload_says(write: Write, part):
+    write("train.py", LOUD.replace("init=init,", f"{part}=lambda *args: 1 / 0,"))
+    error = error_of(lambda workload: function_of(workload, part)())
+    assert names_of(error) == ("train.py:workload", "ZeroDivisionError")
+    assert part in error.got
+
+
 def test_a_script_that_ends_the_process(write: Write, tmp_path):
     write("train.py", "import sys\nsys.exit(3)\n")
     error = error_of()

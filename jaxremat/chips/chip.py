@@ -84,16 +84,12 @@ class FusedAttention:
     Attributes:
         name: the value of `--attention`, and the `implementation` of `jax.nn.dot_product_attention`.
         title: its name in sentences.
-        primitive: JAX's primitive of the forward pass. Beside the output it gives the softmax statistics, which the backward
-            kernel reads. The statistics have no checkpoint name, so with a name on the output alone the kernel runs twice.
-            A policy that saves the results of the primitive prevents that.
         checked_in: the folder of JAX's modules that check whether it takes some shapes.
         takes: what it takes, in words.
     """
 
     name: str
     title: str
-    primitive: str
     checked_in: str
     takes: str
 

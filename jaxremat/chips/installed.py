@@ -48,9 +48,9 @@ def check_aot_wheels() -> None:
 
 
 def toolkit() -> str | None:
-    """The folder of a CUDA toolkit where XLA looks for one: `CUDA_ROOT`, else `/usr/local/cuda`.
+    """The folder of a CUDA toolkit where XLA looks for one.
 
-    None if there is none.
+    That is `CUDA_ROOT`, or else `/usr/local/cuda`. None if there is none.
     """
     root = Path(os.environ.get("CUDA_ROOT") or "/usr/local/cuda")
     return str(root) if all((root / file).exists() for file in TOOLKIT_FILES) else None
@@ -73,10 +73,7 @@ def versions() -> dict[str, str | None]:
 
 
 def driver_number(text: str) -> str:
-    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`.
-
-    The first line if it has none.
-    """
+    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`. The first line if it has none."""
     line = text.partition("\n")[0]
     return next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
 

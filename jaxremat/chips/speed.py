@@ -6,6 +6,8 @@ A `DeviceSpeed` is what the predicted seconds of a step are computed from (`jaxr
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from jaxremat.chips.tables import Attention, Product, Tables
+
 #: The classes of kernels. How near a kernel comes to the peaks depends on its class.
 KernelClass = Literal[
     "matmul",
@@ -31,7 +33,7 @@ CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 Shares = tuple[tuple[KernelClass, float], ...]
 #: How much longer real steps on several GPUs take than predicted, as shares of the predicted time: the least and the most over
 #: published steps. `python -m experiments.published` compares them.
-SEVERAL_GPUS = (-0.06, 0.36)
+SEVERAL_GPUS = (-0.10, 0.13)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class DeviceSpeed:
         calibration: The shares.
         links: What connects several devices. None for one device.
         f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
+        tables: Measured kernels of the generation. None if there are none.
     """
 
     bf16_flops: float
@@ -122,6 +125,25 @@ class DeviceSpeed:
     calibration: Calibration
     links: Links | None = None
     f16_flops: float | None = None
+    tables: Tables | None = None
+
+    @property
+    def has_several(self) -> bool:
+        """Whether the program is one of several devices."""
+        return self.links is not None and self.links.num_devices > 1
+
+    @property
+    def training_share(self) -> float:
+        """Share of its speed alone that a kernel has in a training.
+
+        Without tables it is 1, because the shares of the classes come from trainings.
+        """
+        return self.tables.training_share if self.tables and self.has_several else 1.0
+
+    @property
+    def beside_collective(self) -> float:
+        """How many times as long a kernel takes beside a collective."""
+        return self.tables.beside_collective if self.tables and self.has_several else 1.0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -130,7 +152,7 @@ class DeviceSpeed:
         The shares are of the predicted time. It is no bound. For one device it is the error of the kernels' times, and for
         several that of published steps.
         """
-        if self.links and self.links.num_devices > 1:
+        if self.has_several:
             return SEVERAL_GPUS
         return -self.calibration.error, self.calibration.error
 
@@ -149,6 +171,22 @@ class DeviceSpeed:
         """The FLOP/s that kernels of a class reach with elements of type `dtype`, such as `bf16`."""
         shares = dict(self.calibration.flops_share)
         return self.peak_flops(dtype) * shares.get(kernel_class, shares["matmul"])
+
+    def kernel_flops_per_s(
+        self, dtype: str, kernel_class: KernelClass, product: Product | None, attention: Attention | None
+    ) -> float:
+        """The FLOP/s that one kernel reaches.
+
+        The tables have it, or else the share of its class.
+        """
+        share = None
+        if self.tables and product and kernel_class != "library call on slices":
+            share = self.tables.matmul_share(product, dtype)
+        elif self.tables and attention:
+            share = self.tables.attention_share(attention)
+        if share is None:
+            return self.flops_per_s(dtype, kernel_class)
+        return self.peak_flops(dtype) * share
 
     def bytes_per_s(self, kernel_class: KernelClass = "elementwise") -> float:
         """The bytes of device memory that kernels of a class move in a second."""

@@ -81,8 +81,8 @@ def check_explain(flags: ExplainFlags) -> Request[ExplainFlags]:
     request = check_step(flags, one_mesh="explain takes one mesh")
     if any(isinstance(requested.policy, Auto) for requested in request.policies):
         raise UsageError(
-            "--policy auto is planned by jaxremat.run, and explain takes policies",
-            next_step="python -m jaxremat.run --policy auto --save-plan plan.json, then explain --policy plan:plan.json",
+            "--policy auto is planned by jaxremat run, and explain takes policies",
+            next_step="jaxremat run --policy auto --save-plan plan.json, then jaxremat explain --policy plan:plan.json",
         )
     if request.batches or request.model.has_own_batch:
         return request

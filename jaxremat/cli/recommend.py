@@ -2,9 +2,10 @@
 
     jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
-For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy. Then there is one for
-`none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and their
-records are saved in --out. However the command ends, the same command resumes it.
+For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy, or without it for MaxText,
+whose config has the mesh. Then there is one for `none` on the best mesh, which says whether checkpointing is needed at all. The
+trials run in processes of their own, and their records are saved in --out. However the command ends, the same command resumes
+it.
 
 Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the GPUs, 130 interrupted (finished trials are saved).
 """
@@ -23,7 +24,7 @@ from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, st
 from jaxremat.cli.price_file import read_prices
 from jaxremat.errors import UsageError
 from jaxremat.session.flags import RecommendFlags, RunFlags
-from jaxremat.session.request import MESH_AUTO, requested_model
+from jaxremat.session.request import MESH_AUTO, requested_model, without_maxtext
 from jaxremat.session.session import note
 from jaxremat.system.files import cache_folder, check_outputs, named_by
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
@@ -40,7 +41,7 @@ _BROKE = ("oom", "timeout", "crashed")
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of GPUs of one kind, and the trials of its policies, each with `--mesh auto`.
+    """A number of GPUs of one kind, and the trials of its policies.
 
     Attributes:
         target: the name of the GPU.
@@ -126,11 +127,11 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     """
     check_how_trials_run(flags)
     policies, around = list(dict.fromkeys(flags.policy)) or ["auto"], surroundings()
-    own = {"json": False, "target": None, "devices": None, "policy": (), "mesh": MESH_AUTO}
-    basis = _with_short_compiles(run_flags(flags, **own, xla_preset=(flags.xla_preset,)))
+    own = {"json": False, "target": None, "devices": None, "policy": (), "mesh": None if flags.maxtext else MESH_AUTO}
+    basis = _with_short_compiles(without_maxtext(run_flags(flags, **own, xla_preset=(flags.xla_preset,))))
     cells, checked = list[Cell](), list[tuple[tuple[str], Checked]]()
     for target, num_devices in itertools.product(_targets(flags), flags.devices or _DEVICES):
-        of_cell = replace(basis, target=target, devices=num_devices)
+        of_cell = replace(basis, target=target, devices=num_devices if basis.mesh or num_devices > 1 else None)
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]
         trials = {policy: trial for policy, (trial, _) in found.items()}
@@ -162,7 +163,8 @@ def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
     best, requested = fastest(answers.values()), answers.get(NONE_TEXT)
     if best is None or (requested and requested.mesh == best.mesh):
         return None
-    on_mesh = {"mesh": best.mesh, "devices": cell.num_devices if best.mesh else None}
+    of_auto = {"mesh": best.mesh, "devices": cell.num_devices if best.mesh else None}
+    on_mesh = of_auto if cell.flags.mesh == MESH_AUTO else {}
     flags = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,), xla_preset=(best.xla_preset,))
     return trial_of(flags, surroundings())[0]
 

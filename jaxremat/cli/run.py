@@ -21,7 +21,7 @@ from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.errors import UsageError
-from jaxremat.mesh.axes import ONE_DEVICE
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
@@ -34,6 +34,7 @@ from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
+    from jaxremat.config import TrainConfig
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
@@ -215,16 +216,23 @@ def show_list(request: Request[RunFlags], what: Listable) -> int:
     return 0
 
 
-def _with_loss(request: Request[RunFlags]) -> "tuple[WorkloadFactory, Workload]":
-    """The factory of the model and its workload, for a list that a whole step has no part in."""
+def _with_loss(request: Request[RunFlags]) -> "tuple[WorkloadFactory, Workload, TrainConfig, MeshAxes | None]":
+    """The factory of the model, its workload, the training step and the axes of the mesh.
+
+    They are for a list that a whole step has no part in.
+    """
+    from jaxremat.session.workloads import with_own_loss
+
     factory = request.model.factory(request, None, None)
-    workload = factory.at(None, request.train)
+    train = with_own_loss(request, factory).train
+    workload = factory.at(None, train)
     if workload.step is not None:
         raise UsageError(
             f"--list {request.flags.list} reads a loss, and {factory.name} is a whole step",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
         )
-    return factory, workload
+    axes = request.mesh if workload.mesh is None else OwnAxes(tuple(workload.mesh.shape.items()))
+    return factory, workload, train, axes
 
 
 def names_listing(request: Request[RunFlags]) -> "Listing":
@@ -235,30 +243,27 @@ def names_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: the model is a whole step, or no layers were found in it.
     """
-    from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh
     from jaxremat.report import lists
 
-    factory, workload = _with_loss(request)
-    mesh = request.mesh
+    factory, workload, train, axes = _with_loss(request)
     batch = request.batches[0] if request.batches else workload.num_samples or 1
-    values = factory.layer_names(request.train, batch, abstract_mesh(mesh) if mesh else None)
+    values = factory.layer_names(train, batch, abstract_mesh(request.mesh) if request.mesh else None)
     if not values:
         raise UsageError(
-            f"no layers were found in {factory.name}, so that there are no names",
-            cause="; ".join(line.removeprefix("layers").strip() for line in factory.lines()),
+            f"no layers were found in {factory.name}, so there are no names",
+            cause=f"looked at {'; '.join(factory.found.looked_at)}" if factory.found else "",
             next_step="name the scopes of the layers: --layers 'blocks_*'",
         )
-    seq_len = factory.facts(request.train).seq_len
+    seq_len = factory.facts(train).seq_len
     sequence = "" if seq_len is None else f", sequence {seq_len}"
-    mesh = mesh if workload.mesh is None else OwnAxes(tuple(workload.mesh.shape.items()))
-    title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {mesh}" if mesh else "")
-    found = factory.layers_at(batch if factory.has_free_batch else None, request.train)
+    title = f"checkpoint names of {factory.name} at batch {batch}{sequence}" + (f", a device of {axes}" if axes else "")
+    found = factory.layers_at(batch if factory.has_free_batch else None, train)
     if found and (len(found.kinds) > 1 or any(kind.others for kind in found.kinds)):
         counts = found.values()
     else:
         counts = {value: n * factory.num_layers() for value, n in Counter(values).items()}
-    return lists.names(title, counts, mesh.num_devices // mesh.num_members if mesh else 1)
+    return lists.names(title, counts, axes.num_devices // axes.num_members if axes else 1)
 
 
 def optimizers_listing(request: Request[RunFlags]) -> "Listing":
@@ -271,8 +276,8 @@ def optimizers_listing(request: Request[RunFlags]) -> "Listing":
     from jaxremat.report import lists
     from jaxremat.step.optimizer import state_bytes
 
-    factory, workload = _with_loss(request)
-    trains = (replace(request.train, optimizer=name) for name in get_args(Optimizer))
+    factory, workload, train, _ = _with_loss(request)
+    trains = (replace(train, optimizer=name) for name in get_args(Optimizer))
     ours = replace(workload, optimizer=None)
     return lists.optimizers(factory.name, workload.num_params, {t.optimizer: state_bytes(ours, t) for t in trains})
 
@@ -283,19 +288,14 @@ def shardings_listing(request: Request[RunFlags]) -> "Listing":
     Raises:
         UsageError: there is no mesh, or the model is a whole step.
     """
-    from jaxremat.mesh.axes import OwnAxes
     from jaxremat.mesh.sharding import abstract_mesh, param_shardings
     from jaxremat.report import lists
 
-    factory, workload = _with_loss(request)
-    if request.mesh is None and workload.mesh is None:
+    factory, workload, _, axes = _with_loss(request)
+    mesh = abstract_mesh(request.mesh) if request.mesh and workload.mesh is None else workload.mesh
+    if mesh is None:
         raise UsageError(
             "--list shardings lists how parameters lie on a mesh, and no mesh was given", next_step="--mesh fsdp=8"
         )
-    if workload.mesh is None:
-        assert request.mesh is not None, "one of the two was given"
-        mesh, axes = abstract_mesh(request.mesh), request.mesh
-    else:
-        mesh, axes = workload.mesh, OwnAxes(tuple(workload.mesh.shape.items()))
     found = param_shardings(mesh, workload.abstract_params, workload.logical_axes)
     return lists.shardings(f"parameters of {factory.name} on the mesh {axes}", found)

@@ -121,7 +121,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
         raise UsageError(
             f"--target {flags.target} was requested, and a training runs its steps",
             allowed="gpu, cpu",
-            next_step="leave --target out; python -m jaxremat.run compiles for GPUs that aren't in this machine",
+            next_step="leave --target out; jaxremat run compiles for GPUs that aren't in this machine",
         )
     flags = replace(flags, target=flags.target or ("gpu" if driver_here() else "cpu"))
     is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off
@@ -267,7 +267,7 @@ def planned_now(
     if not plans:
         raise DoesNotFitError(
             f"no step of {session.trials.factory.name} fits {session.trials.budget_terms}",
-            next_step="python -m jaxremat.run --policy auto with the same flags says what fits instead",
+            next_step="jaxremat run --policy auto with the same flags says what fits instead",
         )
     return plans[0]
 
@@ -314,7 +314,7 @@ def check_fit(trials: "Trials", policy: Policy, batch: int) -> None:
         raise DoesNotFitError(
             f"batch {batch} under {policy} needs {gib(total_bytes)}",
             allowed=f"{gib(budget_bytes)} = {trials.budget_terms}",
-            next_step="a smaller --batch, or a policy that saves less; python -m jaxremat.run finds the largest batch that fits",
+            next_step="a smaller --batch, or a policy that saves less; jaxremat run finds the largest batch that fits",
         )
 
 

@@ -160,8 +160,6 @@ class MeshShape(MeshAxes):
     def as_data(self) -> dict[str, Any]:
         return asdict(self)
 
-    __str__ = MeshAxes.__str__
-
 
 @dataclass(frozen=True)
 class OwnAxes(MeshAxes):
@@ -204,18 +202,20 @@ class OwnAxes(MeshAxes):
     def as_data(self) -> dict[str, Any]:
         return {"axes": dict(self.named), "nodes": self.nodes}
 
-    __str__ = MeshAxes.__str__
-
 
 def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
     """The axes that `MeshAxes.as_data` wrote.
 
     Raises:
-        TypeError: they are none.
+        msgspec.ValidationError: they are none.
     """
-    if "axes" in data:
-        return OwnAxes(tuple(dict(data["axes"]).items()), nodes=data.get("nodes", 1))
-    return MeshShape(**data)
+    import msgspec
+
+    if "axes" not in data:
+        return msgspec.convert(data, MeshShape)
+    return OwnAxes(
+        tuple(msgspec.convert(data["axes"], dict[str, int]).items()), nodes=msgspec.convert(data.get("nodes", 1), int)
+    )
 
 
 ONE_DEVICE = MeshShape()

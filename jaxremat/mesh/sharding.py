@@ -229,7 +229,7 @@ def state_shardings(
         known[jax.tree_util.keystr(path), leaf.shape] = param_sharding(mesh, leaf, axes)
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        endings = (jax.tree_util.keystr(path[n:]) for n in range(len(path)))
+        endings = (jax.tree_util.keystr(path[n:]) for n in range(len(path) + 1))  # the last one is that of a bare array
         found = next((known[ending, leaf.shape] for ending in endings if (ending, leaf.shape) in known), None)
         if found is None and others is not None:
             return NamedSharding(mesh, others)

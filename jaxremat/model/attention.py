@@ -60,7 +60,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
             next_step="--dtype bfloat16, or --dtype float32",
         )
     if config.attention == "xla":
-        return AttentionChoice("xla", "asked for")
+        return AttentionChoice("xla", "requested")
     fused = target.chip.attention
     of_shapes = target.chip.attention_obstacle(target.compute_capability) or _model_obstacle(config, seq_len)
     if config.attention not in ("auto", fused.name):
@@ -71,7 +71,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
             return AttentionChoice("xla", f"{fused.title} can't: {obstacle}")
         return AttentionChoice(fused.name, "it compiles for this target and these shapes")
     if not obstacle:
-        return AttentionChoice(fused.name, "asked for")
+        return AttentionChoice(fused.name, "requested")
     lengths = [] if of_shapes else list(_lengths_that_do(config, seq_len, target))
     longer = (
         " (with --max-seq-len)" if config.positions == "learned" and max(lengths, default=0) > config.max_seq_len else ""

@@ -2,12 +2,14 @@
 
     preset("gpt2")  # Preset(config=ModelConfig(name="gpt2", num_layers=12, ...), num_params=124439808, seq_len=1024)
 
-The parameter counts are exact; a test holds them. Two features that change neither parameters nor shapes are left out: Llama
-3.2's stretched rope frequencies, and Mistral's sliding window, which is plain causal attention up to its 4096 tokens.
+The parameter counts are exact; a test holds them. Two features that change neither parameters nor shapes are left out: the
+stretched rope frequencies of Llama 3.1 and 3.2, and Mistral's sliding window, which is plain causal attention up to its 4096
+tokens.
 
 References:
     Each model's `config.json` as its authors publish it: openai-community/gpt2*, meta-llama/Llama-*, Qwen/Qwen3-*,
-    mistralai/Mistral-7B-v0.1, mistralai/Mixtral-8x7B-v0.1, google/gemma-2b.
+    mistralai/Mistral-7B-v0.1, mistralai/Mixtral-8x7B-v0.1, google/gemma-2b. GPT-3's sizes are those of table 2.1 of
+    https://arxiv.org/abs/2005.14165, with GPT-2's vocabulary, and without its layers of sparse attention.
 """
 
 from dataclasses import dataclass, replace
@@ -62,13 +64,18 @@ PRESETS = {
         Preset(_gpt2("gpt2-medium", 24, 1024, 16), 354_823_168, 1024),
         Preset(_gpt2("gpt2-large", 36, 1280, 20), 774_030_080, 1024),
         Preset(_gpt2("gpt2-xl", 48, 1600, 25), 1_557_611_200, 1024),
+        Preset(replace(_gpt2("gpt3-175b", 96, 12288, 96), max_seq_len=2048, dropout=0.0), 174_604_259_328, 2048),
         Preset(
             _llama("llama3.2-1b", 128256, 16, 2048, 32, 8, 8192, 64, rope_theta=5e5, tie_embeddings=True),
             1_235_814_400,
             2048,
         ),
         Preset(_llama("llama3-8b", 128256, 32, 4096, 32, 8, 14336, rope_theta=5e5), 8_030_261_248, 2048),
+        Preset(_llama("llama3-70b", 128256, 80, 8192, 64, 8, 28672, rope_theta=5e5), 70_553_706_496, 2048),
+        Preset(_llama("llama3.1-8b", 128256, 32, 4096, 32, 8, 14336, rope_theta=5e5), 8_030_261_248, 2048),
+        Preset(_llama("llama3.1-405b", 128256, 126, 16384, 128, 8, 53248, rope_theta=5e5), 405_853_388_800, 2048),
         Preset(_llama("llama2-7b", 32000, 32, 4096, 32, 32, 11008), 6_738_415_616, 2048),
+        Preset(_llama("llama2-70b", 32000, 80, 8192, 64, 8, 28672), 68_976_648_192, 2048),
         Preset(_llama("qwen3-0.6b", 151936, 28, 1024, 16, 8, 3072, **_QWEN3, tie_embeddings=True), 596_049_920, 2048),
         Preset(_llama("qwen3-8b", 151936, 36, 4096, 32, 8, 12288, **_QWEN3), 8_190_735_360, 2048),
         Preset(_llama("mistral-7b", 32000, 32, 4096, 32, 8, 14336), 7_241_732_096, 2048),

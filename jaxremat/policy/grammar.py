@@ -13,26 +13,17 @@ References:
 
 import re
 from dataclasses import replace
-from typing import TypeVar
 
 from jaxremat.errors import UnknownPolicyError, nearest
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES
 from jaxremat.policy.spec import JAX_RULES, RULES, Every, Form, LayerPolicy, Mix, Names, OneIn, Own, Policy, Rule
 
-Some = TypeVar("Some", bound=Policy)
-
 #: The classes of policies, in the order of the table. A class for several layers reads its own text; the first that does wins.
-POLICIES: list[type[Policy]] = [Rule, Own, Names, Every, OneIn, Mix]
+POLICIES: tuple[type[Policy], ...] = (Rule, Own, Names, Every, OneIn, Mix)
 #: The ending that every rule and every list of names may have.
 ATTENTION = Form(
     "RULE+attention", "what a rule or a list of names saves, and fused attention's outputs", "nothing+attention"
 )
-
-
-def register(policy: type[Some]) -> type[Some]:
-    """Adds a class of policies: its texts parse, and lists and messages show its forms."""
-    POLICIES.append(policy)
-    return policy
 
 
 def forms() -> tuple[Form, ...]:

@@ -55,8 +55,8 @@ class Policy(ABC):
 
     It is the base of all policies, which are frozen dataclasses. `str(policy)` is its text.
 
-    A new policy for several layers is a class with `forms`, `read`, `__str__`, `layer_policies` and `layers`, which
-    `grammar.register` adds.
+    A new policy for several layers is a class with `forms`, `read`, `__str__`, `layer_policies` and `layers`, and stands in
+    `grammar.POLICIES`.
 
     Attributes:
         forms: its rows in the table of the grammar.
@@ -349,13 +349,14 @@ class JaxPolicy:
         """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
         from jaxremat.policy.jax_private import FUSED_ATTENTION, is_recompute_decision
 
-        decision = self._of_jax(primitive, *avals, **params)
+        decision = _of_jax(self.policy)(primitive, *avals, **params)
         attends = self.policy.attention and primitive.name == FUSED_ATTENTION
         return True if attends and is_recompute_decision(decision) else decision
 
-    @functools.cached_property
-    def _of_jax(self) -> Callable[..., Any]:
-        return self.policy.jax_callable()
+
+@functools.cache
+def _of_jax(policy: LayerPolicy) -> Callable[..., Any]:
+    return policy.jax_callable()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Commands share a flag by inheriting its dataclass.
 
 The arguments `--model gpt2 --batch 8,16` become `RunFlags(model="gpt2", batch=(8, 16), ...)`. `request.py` checks the
-values. This module imports no JAX, so that `--help` starts fast.
+values. This module imports no JAX, so `--help` starts fast.
 """
 
 import dataclasses
@@ -28,23 +28,10 @@ Words = tuple[str, ...]
 DEFAULT_MODEL = "gpt2"
 #: The flags that --help shows. --help-all shows all of a command's flags.
 COMMON_FLAGS = (
-    *(
-        "policy",
-        "model",
-        "hf",
-        "maxtext",
-        "seq_len",
-        "batch",
-        "global_batch",
-        "max_batch",
-        "target",
-        "mesh",
-        "devices",
-        "budget",
-    ),
-    *("loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price", "lengths"),
-    *("num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out", "json", "limit"),
-    *("interval", "once", "version"),
+    *("policy", "model", "hf", "maxtext", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices"),
+    *("budget", "loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price"),
+    *("lengths", "num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out"),
+    *("json", "limit", "interval", "once", "version"),
 )
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 
@@ -280,6 +267,8 @@ class RecommendFlags:
     Default: gpt2."""
     hf: Annotated[str | None, Parameter(metavar="FILE")] = None
     """A Hugging Face config.json of a known family in place of --model."""
+    maxtext: Annotated[str | None, Parameter(metavar="TEXT")] = None
+    """MaxText's command line in place of --model. Its config makes the mesh of each number of devices."""
     model_arg: Annotated[Words, Parameter(metavar="KEY=VALUE [KEY=VALUE ...]")] = ()
     """Arguments by name of a --model of your own that is a function."""
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()

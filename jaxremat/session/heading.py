@@ -84,7 +84,7 @@ def _batch_sentence(trials: "Trials", batch: int | None) -> str:
     name, number = trials.factory.name, batch or trials.workload_at().num_samples
     if not trials.factory.has_free_batch:
         return f"batch     the one that {name} has, on all devices"
-    rows = trials.factory.rows_at(number) if number else None
+    rows = trials.factory.rows_at(number, trials.train) if number else None
     return f"batch     what {name} makes of its keyword batch" + (
         f": {number} is {rows} samples on all devices" if rows else ""
     )

@@ -13,7 +13,7 @@ from jaxremat.planner.batch import usual_first_batch
 from jaxremat.planner.buckets import Bucketed, granularity, make_buckets
 from jaxremat.planner.histogram import read_histogram
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import MESH_AUTO, Request, RequestedPolicy, check_run, requested_model
+from jaxremat.session.request import MESH_AUTO, Request, RequestedPolicy, check_run, requested_model, without_maxtext
 from jaxremat.trial.record import TrialRecord
 
 DEFAULT_BUCKETS = 4
@@ -26,6 +26,7 @@ def check_lengths(flags: RunFlags) -> Request[RunFlags]:
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
+    flags = without_maxtext(flags)
     reject((flags.buckets is not None and flags.lengths is None, alone("--buckets", "--lengths"), "add --lengths FILE"))
     bucketed = bucketed_by(flags) if flags.lengths is not None else None
     lengths = tuple(bucket.seq_len for bucket in bucketed.buckets) if bucketed else flags.training.seq_len
@@ -65,7 +66,7 @@ def _at_length(flags: RunFlags, length: int) -> RunFlags:
 
 
 def bucketed_by(flags: RunFlags) -> Bucketed:
-    """The sequences of --lengths in buckets, so that the padded sequences have the fewest FLOPs.
+    """The sequences of --lengths in the buckets in which padded sequences have the fewest FLOPs.
 
     The FLOPs of a workload of the user's own aren't known before its code runs. Its sequences cost what they have in tokens.
 

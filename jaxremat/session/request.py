@@ -133,9 +133,9 @@ def check_run(flags: RunFlags, model: RequestedModel | None = None) -> Request[R
     Raises:
         UsageError: a value isn't valid, or two flags contradict each other.
     """
-    flags = without_maxtext(flags)
     _within("--max-batch", flags.max_batch, 0, MAX_BATCH)
     request = check_step(flags, model)
+    flags = request.flags
     _check_run_flags(flags, request)
     if not flags.frontier:
         return request
@@ -344,9 +344,9 @@ def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape
     return mesh, ()
 
 
-def uneven_groups(total: int, mesh: MeshShape | None) -> UsageError:
+def uneven_groups(total: int, mesh: MeshShape) -> UsageError:
     """The error of a --global-batch that the data-parallel groups of a mesh don't share evenly."""
-    groups = mesh.num_members if mesh else 1
+    groups = mesh.num_members
     return UsageError(
         f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
         allowed="a global batch that all of them share evenly",

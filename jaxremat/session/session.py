@@ -36,7 +36,7 @@ from jaxremat.session.heading import heading
 from jaxremat.session.no_effect import without_effect
 from jaxremat.session.printed import Answer
 from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, RequestedPolicy, check_run
-from jaxremat.session.workloads import fitted
+from jaxremat.session.workloads import fitted, with_own_loss
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
 from jaxremat.units import parse_bytes
@@ -103,19 +103,21 @@ class Session:
 
         named: dict[str, Any] = {}
         if isinstance(model, str | Path):
-            kind = "hf" if str(model).endswith(".json") else "maxtext" if "=" in str(model) else "model"
-            named = {kind: str(model)}
+            text = str(model)
+            is_maxtext = "=" in text and ".py:" not in text
+            named = {"hf" if text.endswith(".json") else "maxtext" if is_maxtext else "model": text}
         bytes_of = None if budget is None else parse_bytes(str(budget))
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
-        given, factory = None, None
-        name = getattr(model, "__name__", "workload")
+        given = None
         if not named:
+            name = getattr(model, "__name__", "workload")
             of_presets = [*(f.name for f in dataclasses.fields(ModelFlags)), "seq_len", "loss", "data", "model_arg"]
             unread = next((f"{option}={value!r}" for option, value in options.items() if option in of_presets), "")
             reject((unread, f"Session got {unread} beside a workload of your own",
                     "give it to your function, as functools.partial(workload, seq_len=64) does"))  # fmt: skip
-            train = override(TrainConfig(), **{**vars(flags.training), "seq_len": None})
-            given = RequestedModel(given_model(GivenModel(name, (), flags.layers)), train)
+            own = given_model(GivenModel(name, (), flags.layers))
+            own = replace(own, factory=lambda _, target, attention: _factory_of(model, name, flags.layers, target))
+            given = RequestedModel(own, override(TrainConfig(), **{**vars(flags.training), "seq_len": None}))
         request = check_run(flags, given)
         if request.meshes:
             raise UsageError(
@@ -123,11 +125,7 @@ class Session:
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        on = load_target(target, request.mesh)
-        if not named:
-            on = _in_job(request, on)
-            factory = _factory_of(model, name, flags.layers, on)
-        opened = Session.of(request, on, factory=factory)
+        opened = Session.of(request, load_target(target, request.mesh))
         vars(self).update(vars(opened), _given=given)
 
     @classmethod
@@ -150,12 +148,15 @@ class Session:
         Raises:
             UsageError: the request isn't valid for this model or target.
         """
+        from jaxremat.chips.target import in_pool
         from jaxremat.trial.trials import Trials
         from jaxremat.xla.own_mesh import on_mesh_of
 
         flags = request.flags
-        target = _in_job(request, target)
+        if flags.xla_remat:  # the target as XLA has it in the job
+            target = in_pool(target, _budget(request, target)[0].pool_bytes)
         factory = factory or request.model.factory(request, target, attention)
+        request = with_own_loss(request, factory)
         workload = factory.at(None, request.train)
         target = on_mesh_of(workload, target, request.train)
         is_batch_given = bool(request.batches)
@@ -295,13 +296,6 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _in_job(request: Request[Any], target: "Target") -> "Target":
-    """The target as XLA has it in the job, for --xla-remat."""
-    from jaxremat.chips.target import in_pool
-
-    return in_pool(target, _budget(request, target)[0].pool_bytes) if request.flags.xla_remat else target
-
-
 def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
     """The budget of the request on `target`, and a warning.
 
@@ -360,11 +354,6 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
     return filled(RunFlags, values)
 
 
-def _train_of(flags: RunFlags) -> TrainConfig:
-    """The settings of the training step around a workload of the user's own."""
-    return override(TrainConfig(), **{name: value for name, value in vars(flags.training).items() if name != "seq_len"})
-
-
 def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target") -> "WorkloadFactory":
     """The factory of a workload, or of a function that returns one.
 
@@ -375,7 +364,7 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target"
     from jaxremat.workload.workload import Workload
 
     if isinstance(model, Workload):
-        return WorkloadFactory(name, lambda batch: model, layers=layers)
+        return WorkloadFactory(name, lambda batch: model, layers=layers, mesh=target.mesh, target=target)
     if not callable(model):
         raise UsageError(
             f"Session got {type(model).__name__} {model!r} as its model",
@@ -392,5 +381,7 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target"
         lambda size: make() if batch is None or size is None else make(batch=size),
         batch is not None,
         layers,
+        mesh=None if takes_devices else target.mesh,
+        target=target,
         default_batch=batch.default if batch and type(batch.default) is int else None,
     )

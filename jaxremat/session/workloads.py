@@ -22,11 +22,22 @@ if TYPE_CHECKING:
 OPTIMIZER_FIELDS = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "clip_norm", "weight_decay")
 
 
+def with_own_loss(request: Request[Any], factory: "WorkloadFactory") -> Request[Any]:
+    """The request with the default loss of the user's function, unless a flag says another one.
+
+    A model that said its losses before its code ran has none of its own.
+    """
+    train = request.train
+    if request.model.num_layers is not None or request.flags.training.loss or train.loss != TrainConfig.loss:
+        return request
+    return replace(request, train=replace(train, loss=factory.options.get("loss", train.loss)))
+
+
 def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> Request[Any]:
     """The request with what the workload determines.
 
-    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none`. The losses and
-    layouts that a plan chooses among are those that a function of the user's own takes.
+    A workload that has only one batch determines the batch. A whole step determines the policy, which is `none` or `own`.
+    The losses and layouts that a plan chooses among are those that a function of the user's own takes.
 
     Raises:
         UsageError: something was requested that this workload can't do.
@@ -52,7 +63,7 @@ def fitted(request: Request[Any], factory: "WorkloadFactory", workload: "Workloa
     reject(
         (request.mesh and workload.step is None and workload.mesh is None,
          f"a mesh of {num_devices} devices was requested, {has}", free,
-         "each device has samples of its own, so that the batch of the step depends on the mesh"),
+         "each device has samples of its own, so the batch of the step depends on the mesh"),
         (isinstance(flags, RunFlags) and flags.objective == "batch", f"--objective batch looks for the batch, {has}",
          f"--objective time, or {free}"),
         (total % own, f"--global-batch {total} was requested, {has}", f"--global-batch {own * max(1, total // own)}", "",
@@ -70,9 +81,7 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
     """
     if request.model.num_layers is not None:
         return request
-    loss, scans, train = request.flags.training.loss, request.flags.fields.scan_layers, request.train
-    if not loss and train.loss == TrainConfig.loss:
-        train = replace(train, loss=factory.options.get("loss", train.loss))
+    loss, scans = request.flags.training.loss, request.flags.fields.scan_layers
 
     def with_choices(one: RequestedPolicy) -> RequestedPolicy:
         if not isinstance(one.policy, Auto):
@@ -81,13 +90,14 @@ def _with_choices(request: Request[Any], factory: "WorkloadFactory") -> Request[
         layouts = get_args(Layout) if has_layouts else ()
         return replace(one, policy=Auto((loss,) if loss else factory.losses(), layouts))
 
-    return replace(request, train=train, policies=tuple(map(with_choices, request.policies)))
+    return replace(request, policies=tuple(map(with_choices, request.policies)))
 
 
 def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Workload") -> None:
-    """Raises UsageError if the requested mesh and the workload's own are two.
+    """Raises UsageError for a requested mesh that the workload can't have.
 
-    And if arguments of a whole step don't say how they lie on the requested mesh.
+    The workload brings its own mesh, the data-parallel groups don't share the global batch evenly, or arguments of a whole step
+    don't say how they lie.
     """
     import jax
 
@@ -99,8 +109,8 @@ def _check_mesh(request: Request[Any], factory: "WorkloadFactory", workload: "Wo
                 next_step="--devices N in place of --mesh",
             )
         return
-    groups, total = request.mesh.num_members if request.mesh else 1, request.flags.global_batch
-    if total is not None and total % groups:
+    total = request.flags.global_batch
+    if request.mesh and total is not None and total % request.mesh.num_members:
         raise uneven_groups(total, request.mesh)
     if workload.step is None:
         return
@@ -133,8 +143,8 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
         (others, f"{requested} was requested, {is_step}", loss,
          "a policy goes around layers, before the gradient is taken", "none or own, which compile the step as it is"),
     )  # fmt: skip
-    as_it_is = tuple(one for one in request.policies if one.policy in (NONE, OWN))
-    return replace(request, policies=as_it_is or (RequestedPolicy("none", NONE),))
+    as_it_is = (one if one.policy in (NONE, OWN) else replace(one, text="none", policy=NONE) for one in request.policies)
+    return replace(request, policies=tuple(as_it_is))
 
 
 def _check_own_optimizer(request: Request[Any], factory: "WorkloadFactory") -> None:

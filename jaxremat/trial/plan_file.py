@@ -43,7 +43,7 @@ class ProvenConfig:
 
     model: dict[str, Any]
     train: dict[str, Any]
-    mesh: dict[str, Any] | None = None
+    mesh: MeshAxes | None = None
     xla_options: dict[str, Any] | None = None
 
 
@@ -112,8 +112,7 @@ def plan_of(path: str, found: Any) -> PlanFile:
         proven = from_row(found)
         if not isinstance(proven, PlanRecord):
             raise UsageError(f"it holds a record of kind {proven.record!r}, and not a plan")
-        config = msgspec.convert(proven.config, ProvenConfig)
-        _mesh_of(config.mesh)
+        config = msgspec.convert(proven.config, ProvenConfig, dec_hook=lambda _, mesh: axes_of_data(mesh))
         if proven.loss != OWN_LOSS:
             parse_loss(proven.loss)
         policy = parse(proven.policy)
@@ -141,7 +140,7 @@ def differences(
         target: the target's name.
     """
     proven, then = plan.proven, plan.config
-    mesh, mesh_then = _mesh_of(config.get("mesh")), _mesh_of(then.mesh)
+    mesh = axes_of_data(config["mesh"]) if "mesh" in config else None
     flags, flags_then = as_flags(config["xla_options"]), as_flags(then.xla_options or {})
     found = [f"target {target} for {proven.target}"] if target != proven.target else []
     found += [f"batch {batch} for {plan.batch}" for batch in batches if batch != plan.batch]
@@ -149,19 +148,7 @@ def differences(
         found += [
             f"{key} {now[key]!r} for {before.get(key)!r}" for key in now if now[key] != before.get(key) and key != "seed"
         ]
-    found += [f"mesh {mesh} for {mesh_then}"] if mesh != mesh_then else []
+    found += [f"mesh {mesh} for {then.mesh}"] if mesh != then.mesh else []
     found += [f"XLA's flags {flags or 'None'} for {flags_then or 'None'}"] if flags != flags_then else []
     pairs = [(name, versions.get(name), proven.versions.get(name)) for name in COMPILERS]
     return found + [f"{name} {now} for {before}" for name, now, before in pairs if now != before]
-
-
-def _mesh_of(data: dict[str, Any] | None) -> MeshAxes | None:
-    """The mesh of a plan's config.
-
-    Raises:
-        UsageError: it has no such axes.
-    """
-    try:
-        return None if data is None else axes_of_data(data)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"config.mesh: {error}", cause="it was edited") from None

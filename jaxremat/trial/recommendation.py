@@ -135,8 +135,8 @@ def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
 
 def _of_step(row: TrialRecord) -> dict[str, Any]:
     """What a row has of the record of its step."""
-    names = "mesh requested_policy policy loss layout seq_len batch accumulate global_batch total_bytes budget_bytes"
-    return picked(row, names)
+    names = "requested_policy policy loss layout seq_len batch accumulate global_batch total_bytes budget_bytes"
+    return picked(row, names) | {"mesh": row.mesh if row.num_devices > 1 else None}
 
 
 def _rate_of_a_device(row: TrialRecord) -> float:

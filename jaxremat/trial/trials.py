@@ -19,7 +19,7 @@ import jax
 from jaxremat.chips.outside import Reading
 from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
-from jaxremat.errors import CompileError
+from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
 from jaxremat.planner.batch import MAX_BATCH
 from jaxremat.policy.spec import NONE, Policy
@@ -133,13 +133,24 @@ class Trials:
 
         Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them. On
         a mesh that the workload has brought they are those that its axes divide.
+
+        Raises:
+            UsageError: there are none, as the axes divide only larger batches.
         """
-        if max_batch is None:
-            max_batch = min(MAX_BATCH, self._largest_made())
-        unit = self.factory.batch_unit
-        if self.global_batch is None:
-            return range(unit, max_batch + 1, unit)
-        return [batch for batch in divisors(self.global_batch) if batch <= max_batch and batch % unit == 0]
+        unit, total = self.factory.batch_unit, self.global_batch
+        last = max(unit, self._largest_made()) if max_batch is None else max_batch
+        batches = range(unit, min(MAX_BATCH, last) + 1, unit)
+        found = batches if total is None else [batch for batch in divisors(total) if batch in batches]
+        if not found:
+            limits = {"--global-batch": total, "--max-batch": max_batch}
+            raise UsageError(
+                f"{self.factory.name} has no batch for "
+                + " and ".join(f"{flag} {limit}" for flag, limit in limits.items() if limit is not None),
+                allowed=f"multiples of {unit}",
+                cause=f"its mesh {self.target.mesh_shape} divides the samples of its batch",
+                next_step=f"{unit}, or a multiple",
+            )
+        return found
 
     def _largest_made(self) -> int:
         """The largest batch at which the arrays of the workload are within `MAX_CONCRETE_BYTES`."""
@@ -172,11 +183,10 @@ class Trials:
         None for a step with one batch of its own, which nobody has counted.
         """
         workload = self.workload_of(batch)
-        if workload.step is None:
-            return self.factory.rows_at(batch) or workload.num_samples
-        if self.factory.has_free_batch and (rows := self.factory.rows_at(batch)):
-            return rows
-        return batch * self.num_members if self.factory.has_free_batch else None
+        if workload.step is not None and not self.factory.has_free_batch:
+            return None
+        rows = self.factory.rows_at(batch, self.train) if workload.mesh else None
+        return rows or (workload.num_samples if workload.step is None else batch * self.num_members)
 
     def global_batch_at(self, batch: int) -> int:
         """Samples in a step on all devices."""

@@ -25,7 +25,7 @@ from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
-from jaxremat.workload.samples import Growth, growth, samples_of_one
+from jaxremat.workload.samples import Growth, growth
 from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
@@ -90,23 +90,29 @@ class WorkloadFactory:
         default = self.default_batch
         if default is None or not self.has_free_batch or self._made(None).mesh is None:
             return 1
-        made = self._made(default)  # which compares it with another batch
-        leaves, dims = jax.tree.leaves(_what_grows(made)), self._growth[0].dims
+        made = self._made(default)
+        leaves, dims = jax.tree.leaves(_what_grows(made)), self._grown(made, default, None).dims
         units = [unit for leaf, of in zip(leaves, dims, strict=True) for unit in _units(leaf, of)]
         return math.lcm(*units)
 
-    def rows_at(self, batch: int) -> int | None:
-        if (made := self._made(batch)).mesh is None:
-            return None
+    def rows_at(self, batch: int, train: TrainConfig) -> int | None:
+        """The samples that a batch has on all devices of a mesh that the workload brings.
+
+        None where its arrays have different numbers of them.
+        """
+        made = self._made(batch, train)
         shapes = _what_grows(made)
-        counted = self._growth[0].samples(batch, shapes) if self.has_free_batch else samples_of_one(shapes)
+        counted = made.counted if made.loss else self._grown(made, batch, train).samples(batch, shapes)
         leaves = zip(jax.tree.leaves(shapes), counted.leaves, strict=True)
         sizes = {leaf.shape[of.axis] for leaf, of in leaves if of.axis is not None}
         return next(iter(sizes)) if len(sizes) == 1 else None
 
     def on(self, mesh: AnyMesh | None) -> Self:
-        """The same workload for the devices of another mesh."""
-        return replace(self, mesh=mesh)
+        """The same workload for the devices of another mesh.
+
+        The workload itself if it was made for none: its functions get the mesh when they are traced.
+        """
+        return self if self.mesh is None and self.target is None else replace(self, mesh=mesh)
 
     def config(self) -> dict[str, Any]:
         """The requested workload, as records hold it under `config.model`."""
@@ -130,9 +136,11 @@ class WorkloadFactory:
     def with_layout(self, layout: Layout) -> Self:
         """The same workload with its layers in this layout.
 
-        The workload itself if only its author can change that.
+        The workload itself if they are in it already, or only its author can change that.
         """
-        return replace(self, options={**self.options, "scan_layers": layout == "loop"}) if self.layout() else self
+        if self.layout() in (None, layout):
+            return self
+        return replace(self, options={**self.options, "scan_layers": layout == "loop"})
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
         """Lines of its own for a command's heading, with the bytes at a batch.
@@ -215,7 +223,7 @@ class WorkloadFactory:
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
             if self.has_free_batch and made.samples is None:
-                made = self._counted(made, batch, options)
+                made = self._counted(made, batch, train)
             for other in [other for other in self._made_before if other[0] is not None]:
                 del self._made_before[other]
             self._made_before[which] = made
@@ -233,7 +241,7 @@ class WorkloadFactory:
     def _traced(self, function: Callable[..., Any], own: AnyMesh | None) -> Callable[..., Any]:
         return with_trace(self._tracing(own)(function), function, lambda trace: self._tracing(own)(trace))
 
-    def _counted(self, made: Workload, batch: int | None, options: dict[str, Any]) -> Workload:
+    def _counted(self, made: Workload, batch: int | None, train: TrainConfig | None) -> Workload:
         """The workload with its samples.
 
         The one without a batch isn't compared, as its own number is known.
@@ -241,14 +249,18 @@ class WorkloadFactory:
         if batch is None:
             counted = replace(made.counted, number=self.default_batch) if made.loss and self.default_batch else None
             return replace(made, samples=counted)
-        name, shapes = made.name or self.given_name, _what_grows(made)
-        if not self._growth:
-            other = 2 * batch if self.default_batch in (None, batch) else self.default_batch
-            self._growth.append(growth(name, batch, shapes, other, self._shapes_at(other, batch, options)))
-        samples = self._growth[0].samples(batch, shapes)
+        samples = self._grown(made, batch, train).samples(batch, _what_grows(made))
         return replace(made, samples=samples) if made.loss else made
 
-    def _shapes_at(self, other: int, batch: int, options: dict[str, Any]) -> Any:
+    def _grown(self, made: Workload, batch: int, train: TrainConfig | None) -> Growth:
+        """How the batch grows: the workload at `batch` is compared with one at another batch, once."""
+        if not self._growth:
+            other = 2 * batch if self.default_batch in (None, batch) else self.default_batch
+            name, shapes, others = made.name or self.given_name, _what_grows(made), self._shapes_at(other, batch, train)
+            self._growth.append(growth(name, batch, shapes, other, others))
+        return self._growth[0]
+
+    def _shapes_at(self, other: int, batch: int, train: TrainConfig | None) -> Any:
         """What grows, at another batch than the requested one.
 
         Raises:
@@ -256,7 +268,7 @@ class WorkloadFactory:
         """
         try:
             with self._tracing():
-                return _what_grows(self.make(other, **options))
+                return _what_grows(self.make(other, **self._options(train)))
         except JaxrematError as error:
             raise UsageError(
                 f"{self.given_name} makes batch {batch} and no batch {other}, and two are compared to see what grows",

@@ -12,7 +12,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.config import parse_loss
 from jaxremat.errors import UsageError, both, nearest, reject
 from jaxremat.system.whose import is_installed
 from jaxremat.workload.source import Source, find_source, own_modules, put_on_path
@@ -52,6 +52,11 @@ _TAKES = {
     "seq_len": ("--seq-len or --lengths", "seq_len: int = 1024"),
     "loss": ("--loss", "loss: str = 'full'"),
     "scan_layers": ("--scan-layers", "scan_layers: bool = True"),
+}
+#: The functions of a workload that aren't functions of arrays, by how they are run in `user_code`.
+_OTHER_FUNCTIONS = {
+    wrap_user_batches: ("batches", "eval_batches"),
+    wrap_user_function: ("as_config", "data_hash", "logical_axes", "otherwise"),
 }
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()
@@ -337,12 +342,16 @@ def _options(signature: inspect.Signature | None, arguments: dict[str, Any]) -> 
     """
     parameters = signature.parameters if signature else {}
     free = {name: parameter.default for name, parameter in parameters.items() if name not in arguments}
-    is_loss = re.fullmatch("full|chunked(:[1-9][0-9]*)?", str(free.get("loss")))
-    return {
-        name: free[name]
-        for name, holds in (("loss", is_loss), ("scan_layers", type(free.get("scan_layers")) is bool))
-        if holds
-    }
+    holds = {"loss": _is_loss(free.get("loss")), "scan_layers": type(free.get("scan_layers")) is bool}
+    return {name: free[name] for name in holds if holds[name]}
+
+
+def _is_loss(value: Any) -> bool:
+    try:
+        parse_loss(str(value))
+    except UsageError:
+        return False
+    return True
 
 
 def _check_arguments(signature: inspect.Signature, arguments: dict[str, Any], source: Source) -> inspect.Parameter | None:
@@ -394,9 +403,10 @@ def _in_user_code(workload: "Workload", name: str) -> "Workload":
     from jaxremat.workload.workload import with_functions
 
     wrapped = with_functions(workload, lambda function, part: wrap_user_function(function, f"the {part} of {name}"))
-    batches = {
-        part: wrap_user_batches(function, f"the {part} of {name}")
-        for part in ("batches", "eval_batches")
+    others = {
+        part: wrap(function, f"the {part} of {name}")
+        for wrap, parts in _OTHER_FUNCTIONS.items()
+        for part in parts
         if (function := vars(workload)[part]) is not None
     }
-    return replace(wrapped, name=workload.name or name, **batches)
+    return replace(wrapped, name=workload.name or name, **others)

@@ -1,6 +1,6 @@
 """`jaxremat.Workload`: what is trained, however it was written.
 
-A loss with its parameters and one batch is enough. Shapes stand for arrays, so that nothing is allocated:
+A loss with its parameters and one batch is enough. Shapes stand for arrays, so nothing is allocated:
 
     params = jax.eval_shape(init, jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((8, 128), jnp.float32), "y": jax.ShapeDtypeStruct((8,), jnp.int32)}
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxremat.errors import UsageError
+from jaxremat.errors import UsageError, reject
 from jaxremat.mesh.sharding import given_sharding
 from jaxremat.policy.spec import OWN, Policy
 from jaxremat.policy.state import shared_variable, split_trained
@@ -374,13 +374,6 @@ def is_concrete(tree: Any) -> bool:
     return not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
-def _reject(*table: tuple[Any, str, str, str]) -> None:
-    """Raises UsageError for the first row that holds: `(holds, got, allowed, next_step)`."""
-    for holds, *error in table:
-        if holds:
-            raise _bad_workload(*error)
-
-
 def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
     return UsageError(f"Workload got {got}", allowed=allowed, next_step=next_step)
 
@@ -388,7 +381,7 @@ def _bad_workload(got: str, allowed: str, next_step: str) -> UsageError:
 def _num_arguments(function: Callable[..., Any]) -> int | None:
     """How many positional arguments a function needs.
 
-    None where its signature can't be read, or it takes any number. Arguments with a default don't count, so that
+    None where its signature can't be read, or it takes any number. Arguments with a default don't count:
     `loss(params, batch, scale=1.0)` has two.
     """
     parameters = _parameters(function)
@@ -465,13 +458,14 @@ def _check_loss(workload: Workload) -> None:
         "loss(params, batch) or loss(params, batch, key)",
         "no" if getattr(workload, empty, None) is None else "an empty",
     )
-    _reject(
-        (of_step, f"a loss and {of_step}", f"{of_step} with a step", f"leave {of_step} out; give params and batch with a loss"),
-        (empty, f"a loss and {what} {empty}", "a tree of arrays or jax.ShapeDtypeStructs", f"give {empty}="),
-        (number not in (None, 2, 3), f"a loss of {number} arguments", loss,
-         "bind the others, with functools.partial for example"),
-        (names, f"a loss that needs the keyword {[*names, ''][0]!r}", loss,
-         "take the key by position, and bind the others, with functools.partial for example"),
+    reject(
+        (of_step, f"Workload got a loss and {of_step}", f"leave {of_step} out; give params and batch with a loss", "",
+         f"{of_step} with a step"),
+        (empty, f"Workload got a loss and {what} {empty}", f"give {empty}=", "", "a tree of arrays or jax.ShapeDtypeStructs"),
+        (number not in (None, 2, 3), f"Workload got a loss of {number} arguments",
+         "bind the others, with functools.partial for example", "", loss),
+        (names, f"Workload got a loss that needs the keyword {[*names, ''][0]!r}",
+         "take the key by position, and bind the others, with functools.partial for example", "", loss),
     )  # fmt: skip
 
 
@@ -481,13 +475,15 @@ def _check_step(workload: Workload) -> None:
     donated, args = workload.donate_argnums, workload.args
     count = len(args) if isinstance(args, tuple) else 0
     absent = [n for n in (donated if isinstance(donated, tuple) else (donated,)) if n not in range(count)]
-    _reject(
-        (of_loss, f"a step and {of_loss}", f"{of_loss} with a loss", f"leave {of_loss} out; give the step's args"),
-        (not jax.tree.leaves(args), "a step and no args", "a tuple of the step's arguments", "give args=(state, batch)"),
-        (not isinstance(args, tuple), f"args of type {type(args).__name__}", "a tuple of the step's arguments",
-         "args=(state, batch)"),
-        (absent, f"donate_argnums with {[*absent, 0][0]}, and {count} args", f"numbers from 0 to {count - 1}",
-         "0 for the first argument"),
+    reject(
+        (of_loss, f"Workload got a step and {of_loss}", f"leave {of_loss} out; give the step's args", "",
+         f"{of_loss} with a loss"),
+        (not jax.tree.leaves(args), "Workload got a step and no args", "give args=(state, batch)", "",
+         "a tuple of the step's arguments"),
+        (not isinstance(args, tuple), f"Workload got args of type {type(args).__name__}", "args=(state, batch)", "",
+         "a tuple of the step's arguments"),
+        (absent, f"Workload got donate_argnums with {[*absent, 0][0]}, and {count} args", "0 for the first argument", "",
+         f"numbers from 0 to {count - 1}"),
     )  # fmt: skip
 
 

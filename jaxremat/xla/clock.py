@@ -36,13 +36,16 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
 
     Kernels run one after the other, each for the time of `predict_kernel_time`.
 
+    A matmul or fused attention takes the FLOP/s of a measured table where the device has one. Any other kernel takes the share
+    of a peak that its class reaches.
+
     Host transfers use the link to the host one at a time, and collectives the links between devices. Both overlap with the
     kernels that XLA has scheduled between the start and the point that waits for it. If a transfer or a collective takes
-    longer than those kernels, the rest is exposed.
+    longer than those kernels, the rest is exposed. Kernels beside a collective take `DeviceSpeed.beside_collective` times as
+    long, because the collective takes multiprocessors and bandwidth.
 
-    The prediction doesn't model the bandwidth and the multiprocessors that transfers and collectives take from kernels beyond
-    the bytes of the transfers, overlapping kernels, autotuning, cache hits, clock throttling, elementwise arithmetic, devices
-    that wait for slower ones, or the input pipeline.
+    The prediction doesn't model overlapping kernels, autotuning, cache hits, elementwise arithmetic, additions of many rows at
+    one address (the gradient of an embedding with few different tokens), or the input pipeline.
 
     The body of a loop without a known trip count counts once. `ExecutedFlops.num_unknown_loops` counts such loops.
 
@@ -65,7 +68,7 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
             time = predict_kernel_time(event, speed)
             compute_s += time.flops_s * event.count
             memory_s += time.bytes_s * event.count
-            kernel_s = time.kernel_s * event.count
+            kernel_s = time.kernel_s * event.count / speed.training_share
             if event.host_bytes or event.collective:
                 link: _Link = "devices" if event.collective else "host"
                 link_s = _link_seconds(event, speed) * event.count
@@ -77,7 +80,7 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
             late_s = max(0.0, arrives_s - device_s)
             exposed_s[link] += late_s
             device_s += late_s
-        device_s += kernel_s
+        device_s += _beside(kernel_s, free_at_s["devices"] - device_s, speed.beside_collective)
     num_launches = sum(k.count for k in kernels if not k.collective)
     return StepTime(
         step_s=device_s,
@@ -98,6 +101,12 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     )
 
 
+def _beside(kernel_s: float, busy_s: float, slowdown: float) -> float:
+    """Seconds of a kernel of `kernel_s` alone, if collectives run for the next `busy_s`."""
+    overlapped_s = min(kernel_s * slowdown, max(busy_s, 0.0))
+    return overlapped_s + kernel_s - overlapped_s / slowdown
+
+
 def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
     """The peak FLOP/s of the type in which a compiled module computes most of its FLOPs."""
     flops = Counter[str]()
@@ -109,7 +118,7 @@ def peak_flops_of(module: Module, speed: DeviceSpeed) -> float:
 def _link_seconds(kernel: Kernel, speed: DeviceSpeed) -> float:
     """Seconds in which one launch uses a link. A collective on one device takes none."""
     if kernel.collective:
-        return collective_seconds(kernel.collective, speed.links) if speed.links else 0.0
+        return collective_seconds(kernel.collective, speed.links, speed.tables) if speed.links else 0.0
     return kernel.host_bytes / speed.host_link_bytes_per_s
 
 
@@ -127,7 +136,8 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     if kernel.collective:
         return KernelTime(0.0, 0.0, 0.0, 0.0)
     calibration = speed.calibration
-    flops_s = kernel.flops / speed.flops_per_s(kernel.dtype, kernel.kernel_class)
+    flops_per_s = speed.kernel_flops_per_s(kernel.dtype, kernel.kernel_class, kernel.product, kernel.attention)
+    flops_s = kernel.flops / flops_per_s
     bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)
     threads = kernel.elements_written / calibration.elements_per_thread
     writes_s = threads / (calibration.threads_per_clock * speed.clocks_per_s)

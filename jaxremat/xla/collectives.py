@@ -18,6 +18,7 @@ from typing import Literal, cast, get_args
 import numpy as np
 
 from jaxremat.chips.speed import Links
+from jaxremat.chips.tables import Tables
 from jaxremat.xla.hlo import Computation, Instruction
 
 CollectiveKind = Literal[
@@ -101,14 +102,21 @@ def sent_bytes(collective: Collective, links: Links) -> int:
     return round(collective.num_bytes * _share_sent(collective.kind, size))
 
 
-def collective_seconds(collective: Collective, links: Links) -> float:
+def collective_seconds(collective: Collective, links: Links, tables: Tables | None = None) -> float:
     """Predicts how long a collective uses the links; nothing is measured.
+
+    Inside a node, the measured table of the device's generation has the time, if there is one.
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
     links isn't modelled, nor are reductions inside a switch (NVLS, SHARP).
     """
-    return max(_seconds(collective, group, links) for group in _device_groups(collective, links))
+    groups = _device_groups(collective, links)
+    if tables and all(len({*map(links.node_of, group)}) == 1 for group in groups):
+        measured_s = tables.collective_s(collective.kind, len(groups[0]), collective.num_bytes)
+        if measured_s is not None:
+            return measured_s
+    return max(_seconds(collective, group, links) for group in groups)
 
 
 def _device_groups(collective: Collective, links: Links) -> Groups:

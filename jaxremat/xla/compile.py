@@ -39,7 +39,7 @@ from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, read_dump
-from jaxremat.xla.elsewhere import constraints_elsewhere, devices_elsewhere, other_shardings, without_constraints
+from jaxremat.xla.elsewhere import constraints_elsewhere, of_shardings, without_constraints
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, read_memory
@@ -173,10 +173,9 @@ def lower_and_compile(
         ):
             traced = jitted.trace(*structs)
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
-            if elsewhere := constraints_elsewhere(traced.jaxpr, target):
-                as_written, traced = traced, without_constraints(function, traced, elsewhere).trace(*structs)
-            else:
-                as_written = traced
+            as_written, elsewhere = traced.jaxpr, constraints_elsewhere(traced.jaxpr, target)
+            if elsewhere:
+                traced = without_constraints(function, traced, elsewhere).trace(*structs)
         _check_sizes(traced.jaxpr, target)
         offloads = target.chip.is_gpu and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
@@ -189,10 +188,8 @@ def lower_and_compile(
     except JaxrematError:
         raise
     except ValueError as error:
-        if "incompatible devices" in str(error):
-            raise devices_elsewhere(target, str(error).partition(". ")[2] or str(error)) from error
-        if "does not match" in str(error) and "passed to" in str(error):
-            raise other_shardings(error) from error
+        if refused := of_shardings(error, target):
+            raise refused from error
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about attention, are these
         raise_if_interrupted()
@@ -206,7 +203,7 @@ def lower_and_compile(
         lower_s=lower_s,
         compile_s=result.compile_s,
         compiled=None if target.kind == "deviceless" else compiled,
-        jaxpr=as_written.jaxpr,
+        jaxpr=as_written,
         dump=result.dump if keep_dump else None,
         mesh=target.mesh_shape,
         disabled_pass=PASS if misreads else None,

@@ -32,29 +32,36 @@ def constraints_elsewhere(jaxpr: Any, target: Target) -> tuple[Any, ...]:
         if place.eqn.primitive.name == "sharding_constraint" and (others := _others(place.eqn.params["sharding"], target)):
             found.append(place.eqn)
             if len(others) > 1 or len(target.devices) > 1:
-                raise devices_elsewhere(target, f"with_sharding_constraint lies on {min(others, key=lambda one: one.id)}")
+                raise _devices_elsewhere(target, f"with_sharding_constraint lies on {min(others, key=lambda one: one.id)}")
     return tuple(found)
 
 
-def devices_elsewhere(target: Target, cause: str) -> UsageError:
-    """The error of a program that says that something lies on devices that aren't the target's."""
+def of_shardings(error: ValueError, target: Target) -> UsageError | None:
+    """JAX's error about shardings as an error with a remedy; None of any other error.
+
+    It is that arrays lie on other devices, or that a jitted step has other shardings than its arguments.
+    """
+    text = str(error)
+    if "incompatible devices" in text:
+        return _devices_elsewhere(target, text.partition(". ")[2] or text)
+    if not text.startswith(("Sharding passed to jit does not match", "Memory kinds passed to jax.jit does not match")):
+        return None
+    return UsageError(
+        "the step is jitted with in_shardings, and they aren't the shardings of its arguments",
+        allowed="args with these shardings, or without any: Workload(step=..., args=..., mesh=mesh)",
+        cause=text.partition(", axis_types")[0][:300],
+        next_step="jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with a mesh of the devices that the "
+        "function gets",
+    )
+
+
+def _devices_elsewhere(target: Target, cause: str) -> UsageError:
     return UsageError(
         f"the step is compiled for {len(target.devices)} x {target.name}, and it says that arrays lie on other devices",
         allowed="shardings over the target's devices, or PartitionSpecs under --mesh",
         cause=f"{cause}; jax.devices() and jax.make_mesh give the devices of this machine",
         next_step="take the target's devices: def workload(batch: int = 8, devices=None), make the mesh of them, return "
         "Workload(..., mesh=mesh), and give --devices 8",
-    )
-
-
-def other_shardings(error: Exception) -> UsageError:
-    """The error of a jitted step whose `in_shardings` aren't those of its arguments."""
-    return UsageError(
-        "the step is jitted with in_shardings, and they aren't the shardings of its arguments",
-        allowed="args with these shardings, or without any: Workload(step=..., args=..., mesh=mesh)",
-        cause=str(error).partition(", axis_types")[0][:300],
-        next_step="jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with a mesh of the devices that the "
-        "function gets",
     )
 
 

@@ -14,12 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxremat.chips.catalog import call_kind
+from jaxremat.chips.tables import Attention, Product
 from jaxremat.policy.jax_private import attention_sizes, core, shard_map_devices
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
+_BATCH = re.compile(r'"lhs_batch_dimensions"\s*:\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*:\s*\[([^\]]*)\]')
 _MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
+#: The bytes at whose multiples rows begin that are loaded many elements at a time.
+_ALIGNED_BYTES = 16
 #: Operations of JAX that run a kernel of the program's own. A jaxpr inside is the kernel's, for one block of its grid.
 KERNELS = frozenset({"pallas_call", "ffi_call"})
 
@@ -95,6 +99,38 @@ def is_matmul(instruction: Instruction) -> bool:
     The first array of its result is the product.
     """
     return instruction.opcode == "dot" or call_kind(instruction.custom_call_target) == "matmul"
+
+
+def product_of(computation: Computation, instruction: Instruction) -> Product | None:
+    """The shapes of a matmul. None for another instruction."""
+    if not is_matmul(instruction):
+        return None
+    operands = [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
+    lhs, rhs, out = operands[0], operands[1], instruction.shapes[0]
+    if instruction.opcode == "dot":
+        summed, of_batch = (instruction.dims_attr(name) for name in ("lhs_contracting_dims", "lhs_batch_dims"))
+    else:
+        summed, of_batch = (_quoted_ints(pattern, instruction.attrs) for pattern in (_CONTRACTING, _BATCH))
+    k, batch = (math.prod(lhs.dims[d] for d in dims) for dims in (summed, of_batch))
+    m = lhs.num_elements // max(1, k * batch)
+    n = out.num_elements // max(1, m * batch)
+    return Product(batch, m, n, k, all(map(_is_aligned, (lhs, rhs, out)))) if min(batch, m, n, k) else None
+
+
+def _is_aligned(shape: Shape) -> bool:
+    """Whether each row of a matrix in memory begins at a multiple of 16 bytes."""
+    minor = shape.layout[0] if shape.layout else -1
+    return not shape.dims or shape.num_bytes // max(1, shape.num_elements) * shape.dims[minor] % _ALIGNED_BYTES == 0
+
+
+def attention_of(computation: Computation, instruction: Instruction) -> Attention | None:
+    """The shapes of fused attention. None for another instruction."""
+    kind = call_kind(instruction.custom_call_target)
+    if kind not in ("attention", "attention gradient"):
+        return None
+    query = computation.operand_shapes(instruction)[0][0]
+    length = _quoted_ints(_SCORES, instruction.attrs)[-1]
+    return Attention("forward" if kind == "attention" else "backward", query.dims[-1], length)
 
 
 def executed_flops(module: Module) -> ExecutedFlops:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxremat.chips.speed import KernelClass
+from jaxremat.chips.tables import Attention, Product
 from jaxremat.xla.collectives import Collective, collective_of, is_collective
-from jaxremat.xla.flops import ExecutedFlops, flops_counter, instruction_flops, is_matmul
+from jaxremat.xla.flops import ExecutedFlops, attention_of, flops_counter, instruction_flops, is_matmul, product_of
 from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.traffic import Traffic, traffic_of
 
@@ -63,6 +64,8 @@ class Kernel:
         count: Launches per step: the product of the trip counts of the loops around the kernel.
         collective: What a collective sends to other devices. Its bytes aren't counted as those of device memory. None for any
             other kernel.
+        product: The shapes of the largest matmul; None without a matmul.
+        attention: The shapes of fused attention; None for any other kernel.
     """
 
     name: str
@@ -76,6 +79,8 @@ class Kernel:
     elements_written: int
     count: int
     collective: Collective | None = None
+    product: Product | None = None
+    attention: Attention | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -168,6 +173,10 @@ def _kernel(
         host_bytes=traffic.host,
         elements_written=_elements_written(instruction, inside),
         count=count,
+        product=max(filter(None, (product_of(*one) for one in inside)), key=lambda one: one.flops, default=None)
+        if counts.matmul_flops
+        else None,
+        attention=next(filter(None, (attention_of(*one) for one in inside)), None) if counts.attention_flops else None,
     )
 
 

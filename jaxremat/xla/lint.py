@@ -19,7 +19,7 @@ from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.spec import NONE, OWN, Policy
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, step_shardings
 from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
@@ -156,9 +156,8 @@ def _constraints_elsewhere(facts: LintInput) -> Iterator[Finding]:
 
 
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
-    names, typed = sorted(facts.traced.names), set(facts.policy.names(typed=True) if facts.policy else ())
-    preset = set(facts.policy.names() if facts.policy else ()) - typed
-    for name in sorted((facts.traced.policy_names | typed).difference(names, preset)):
+    names, typed = sorted(facts.traced.names), facts.policy.names(typed=True) if facts.policy else ()
+    for name in sorted(facts.traced.policy_names.union(typed).difference(names)):
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",
@@ -172,7 +171,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
     forward, backward = flops.num_attention_forward, flops.num_attention_backward
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
-    saver = facts.policy.with_attention() if facts.policy else "dots+attention"
+    saver = "dots+attention" if facts.policy in (None, OWN) else facts.policy.with_attention()
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not 0 < backward < forward or not saves_something or saver is None:
         return

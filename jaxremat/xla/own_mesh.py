@@ -21,13 +21,15 @@ from jaxremat.xla.categories import role_of
 
 
 def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target:
-    """The target with the mesh of a workload. The target itself for a workload without one.
+    """The target with the mesh of a workload.
+
+    The target itself for a workload without one, and if it has this mesh already.
 
     Raises:
         UsageError: the mesh isn't over the target's devices, each once.
     """
     mesh = workload.mesh
-    if mesh is None:
+    if mesh is None or (target.mesh_shape.is_own and mesh == target.mesh):
         return target
     given, own = target.devices, [*mesh.devices.flat]
     name = workload.name or "the workload"

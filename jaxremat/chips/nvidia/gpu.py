@@ -37,10 +37,11 @@ class GpuDescription:
     The fields have XLA's names. Sizes are in bytes, bandwidths in bytes/s, clock rates in GHz, and peaks in FLOP/s.
 
     `peak_bf16_flops` is the dense tensor-core peak with float32 accumulation. Only the prediction of times needs it and
-    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `peak_f16_flops` is the peak of
-    float16 where that is another one. `sustained_clock_ghz` is the clock in training where that is known to be lower.
-    `node_link_bandwidth` is what one GPU sends to others of its node, and `network_bandwidth` what it sends to other nodes, both
-    in one direction. Only times on several GPUs need them. `text` is XLA's text, if the description came from one.
+    `host_link_bandwidth`. If one of the two is unknown, it is None, and no time is predicted. `peak_f16_flops` is the peak
+    of float16 where that is another one. `sustained_clock_ghz` is the clock in training where that is known to be lower.
+    Below compute capability 8.0 no time is predicted without it. `node_link_bandwidth` is what one GPU sends to others of
+    its node, and `network_bandwidth` what it sends to other nodes, both in one direction. Only times on several GPUs need
+    them. `text` is XLA's text, if the description came from one.
     """
 
     description: str

@@ -6,24 +6,25 @@ References:
 
 from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.chips.nvidia.gpu import GpuDescription
+from jaxremat.chips.nvidia.tables import load_tables
 from jaxremat.chips.speed import DeviceSpeed, Links, Protocol
 from jaxremat.mesh.axes import MeshShape
 
 #: The least compute capability with bfloat16 and TF32 in its tensor cores.
 TENSOR_FLOAT = (8, 0)
-#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes, so that half of what it sends is data.
+#: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes: half of what it sends is data.
 NCCL = (Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
 
 def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
     """The rates of predicted times; None if the peak or a used link's bandwidth is unknown.
 
-    A GPU below compute capability 8.0 has no TF32, and its bfloat16 matmuls run in float32.
+    A GPU below compute capability 8.0 has no TF32, and its bfloat16 matmuls run in float32. Their peak is that of the clock in
+    training, which XLA's text doesn't have.
     """
-    if gpu.compute_capability < TENSOR_FLOAT:
-        bf16 = f32 = 2 * gpu.core_count * gpu.fpus_per_core * (gpu.sustained_clock_ghz or gpu.clock_rate_ghz) * 1e9
-    else:
-        bf16, f32 = gpu.peak_bf16_flops, (gpu.peak_bf16_flops or 0) / 2  # TF32, XLA's default for float32 matmuls
+    has_tf32, clock_ghz = gpu.compute_capability >= TENSOR_FLOAT, gpu.sustained_clock_ghz
+    in_float32 = clock_ghz and 2 * gpu.core_count * gpu.fpus_per_core * clock_ghz * 1e9
+    bf16 = gpu.peak_bf16_flops if has_tf32 else in_float32
     if bf16 is None or gpu.host_link_bandwidth is None:
         return None
     links = None
@@ -34,11 +35,12 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth, NCCL)
     return DeviceSpeed(
         bf16_flops=bf16,
-        f32_flops=f32,
+        f32_flops=bf16 / 2 if has_tf32 else bf16,  # TF32 is XLA's default for float32 matmuls
         f16_flops=gpu.peak_f16_flops or bf16,
         bandwidth_bytes_per_s=gpu.memory_bandwidth,
         host_link_bytes_per_s=gpu.host_link_bandwidth,
         clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,
         calibration=load_calibration(gpu.compute_capability),
         links=links,
+        tables=load_tables(gpu.compute_capability),
     )

@@ -1,0 +1,61 @@
+"""Reads the measured times of NVIDIA's kernels, from the CSV files in `measured`.
+
+Each file says who measured what, and where.
+"""
+
+import csv
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxremat.chips.tables import Direction, Tables
+
+FOLDER = Path(__file__).parent / "measured"
+#: By generation, the peak FLOP/s of the GPUs that were measured: an H100 SXM or H200, and a B200 or GB200.
+PEAKS = {"sm_90": {"bf16": 989.5e12, "f32": 494.7e12}, "sm_100": {"bf16": 2250e12, "f32": 1125e12}}
+#: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 58 bf16 matmuls that the profiler timed on an H200,
+#: the median within 3.5 % (python -m experiments.kernel_tables).
+MATMUL_LAUNCH_S = 3e-6
+#: The mean of the matmuls with gpt2's vocabulary of 50,257 in a step on an H200 (experiments/profiles/nvidia-h200-gpt2).
+UNALIGNED_SHARE = 0.36
+#: Fitted to the published steps of H100s (python -m experiments.published), both at once.
+TRAINING_SHARE = 0.81
+BESIDE_COLLECTIVE = 1.4
+
+
+@functools.cache
+def load_tables(compute_capability: tuple[int, int]) -> Tables | None:
+    """The tables for GPUs of a compute capability, such as (9, 0) for an H100.
+
+    None if there are none.
+    """
+    generation = "sm_{}{}".format(*compute_capability)
+    if generation not in PEAKS:
+        return None
+    matmuls: dict[str, dict[tuple[int, int, int, int], float]] = defaultdict(dict)
+    for row in _rows("matmul", generation):
+        sizes = (int(row["b"]), int(row["m"]), int(row["n"]), int(row["k"]))
+        matmuls[row["type"]][sizes] = 1e12 * float(row["tflops"])
+    attention: dict[tuple[Direction, int], dict[int, float]] = defaultdict(dict)
+    for row in _rows("attention", generation):
+        attention[row["direction"], int(row["head_size"])][int(row["length"])] = 1e12 * float(row["tflops"])
+    collectives: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for row in _rows("collective", generation):
+        collectives[row["kind"], int(row["devices"])][int(row["bytes"])] = 1e-6 * float(row["microseconds"])
+    return Tables(
+        peak_flops=PEAKS[generation],
+        matmuls=matmuls,
+        matmul_launch_s=MATMUL_LAUNCH_S,
+        attention=attention,
+        collectives=collectives,
+        unaligned_share=UNALIGNED_SHARE,
+        training_share=TRAINING_SHARE,
+        beside_collective=BESIDE_COLLECTIVE,
+    )
+
+
+def _rows(name: str, generation: str) -> Iterator[dict[str, Any]]:
+    lines = (line for line in (FOLDER / f"{name}.csv").read_text().splitlines() if not line.startswith("#"))
+    return (row for row in csv.DictReader(lines) if row["generation"] == generation)
