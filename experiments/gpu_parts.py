@@ -22,7 +22,7 @@ UNROLLED_S = 75
 LARGEST_S = 60
 #: The policies that are also measured at their own batch: the one with the largest, and the plan.
 AT_OWN_BATCH = ("auto", "nothing")
-#: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
+#: Pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is saved.
 PAIRS = (("none", "none"), ("nothing", "full"), ("dots+attention", "selective"), ("auto", "budget"))
 
 
@@ -62,7 +62,7 @@ class Check:
         shared: the folder in which the commands share compiled steps, counts and plans.
         matmul_size: the size of the square matrices of the large matmul.
         more: further flags for every `jaxremat.run`.
-        pairs: pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is kept.
+        pairs: pairs of a policy here and the kind of checkpointing in PyTorch that corresponds to it by what is saved.
         profiles: the folder that the profile is written to.
     """
 
@@ -183,9 +183,9 @@ def measure_speed(check: Check) -> Iterator[Row]:
     here = check.attached(deadline, size, "--policy", *check.policies, *planned, *loss, "--batch", batch)
     rows = Child(tuple(row for child in told for row in child.rows), "")
     for policy in (*check.policies, "auto"):
-        asked = f"plan:{plan}" if policy == "auto" else policy
+        requested = f"plan:{plan}" if policy == "auto" else policy
         error = here.error or next((child.error for child in told if child.error), "")
-        yield _speed_row(policy, "same batch", rows.find("trial", requested_policy=policy), here, asked, error)
+        yield _speed_row(policy, "same batch", rows.find("trial", requested_policy=policy), here, requested, error)
     budget = check.budget(next((row["budget_bytes"] for row in here.rows if row.get("budget_bytes")), None))
 
     def search(policy: str) -> Child:
@@ -202,9 +202,9 @@ def measure_speed(check: Check) -> Iterator[Row]:
             why = found.error or "not even batch 1 fits"
             yield _speed_row(policy, "own batch", None, Child((), ""), policy, why)
             continue
-        asked = f"plan:{check.shared / f'{size.name}-largest.json'}" if policy == "auto" else policy
-        here = check.attached(deadline, size, "--policy", asked, *loss, "--batch", str(largest), *budget)
-        yield _speed_row(policy, "own batch", found.find("trial", batch=largest), here, asked, here.error)
+        requested = f"plan:{check.shared / f'{size.name}-largest.json'}" if policy == "auto" else policy
+        here = check.attached(deadline, size, "--policy", requested, *loss, "--batch", str(largest), *budget)
+        yield _speed_row(policy, "own batch", found.find("trial", batch=largest), here, requested, here.error)
 
 
 def measure_profile(check: Check) -> Iterator[Row]:
@@ -228,7 +228,7 @@ def measure_profile(check: Check) -> Iterator[Row]:
         yield {"kernel_class": "all", **row, "error": None}
 
 
-def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, error: str) -> Row:
+def _speed_row(policy: str, at: str, told: Row | None, here: Child, requested: str, error: str) -> Row:
     """The row of one policy: the predicted trial beside the measured one.
 
     Args:
@@ -236,10 +236,10 @@ def _speed_row(policy: str, at: str, told: Row | None, here: Child, asked: str, 
         at: `same batch` or `own batch`.
         told: the predicted trial, None if there is none.
         here: the child that measured on the device.
-        asked: the policy as it was given to that child.
+        requested: the policy as it was given to that child.
         error: why nothing was measured, if the measured trial doesn't say.
     """
-    shown, told = here.find("trial", requested_policy=asked) or {}, told or {}
+    shown, told = here.find("trial", requested_policy=requested) or {}, told or {}
     measured = shown.get("step_source") == "measured"
     missing = None if measured else shown.get("error") or error or "it doesn't fit on the device"
     return {
@@ -322,11 +322,11 @@ def measure_peer(check: Check) -> Iterator[Row]:
     batch = size.batches[-1]
     flags = ("--loss", "full", "--batch", str(batch))
     for policy, arm in check.pairs:
-        asked, planned = policy, Child((), "")
+        requested, planned = policy, Child((), "")
         if policy == "auto":
             planned, file = check.planned(deadline, size, f"{size.name}-{batch}", *flags)
-            asked = f"plan:{file}" if file.exists() else ""
-        ours = check.attached(deadline, size, "--policy", asked, *flags) if asked else planned
+            requested = f"plan:{file}" if file.exists() else ""
+        ours = check.attached(deadline, size, "--policy", requested, *flags) if requested else planned
         row = ours.find("trial") or {}
         error = None if row.get("step_source") == "measured" else row.get("error") or ours.error or "it doesn't fit"
         timed = {key: row.get(key) if error is None else None for key in ("step_s", "tokens_per_s")}
