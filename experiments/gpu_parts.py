@@ -125,15 +125,12 @@ def measure_bytes(check: Check) -> Iterator[Row]:
     a batch, `none` first, from which the recomputation of the others is counted.
     """
     deadline = Deadline(check.limit_s)
+    steps = () if "--steps" in check.more else ("--steps", "1")
 
     def run(job: tuple[Size, int, bool]) -> Child:
         size, batch, here = job
         flags = ("--policy", *check.policies, "--loss", size.loss, "--batch", str(batch))
-        return (
-            check.attached(deadline, size, *flags, "--steps", "1", share=True)
-            if here
-            else check.compiled(deadline, size, *flags)
-        )
+        return check.attached(deadline, size, *flags, *steps, share=True) if here else check.compiled(deadline, size, *flags)
 
     tried = [(size, batch) for size in check.sizes for batch in size.batches]
     done: dict[tuple[Size, int, bool], Child] = {}

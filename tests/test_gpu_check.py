@@ -70,8 +70,10 @@ def made_up(argv: tuple[str, ...], seconds: float) -> Child:
 @pytest.fixture
 def made_up_children(monkeypatch):
     """No process is started: the device's steps take 2 s, and 1 s was predicted."""
-    monkeypatch.setattr(Check, "compiled", lambda self, deadline, size, *argv: made_up((*size.argv(), *argv), 1.0))
-    attached = lambda self, deadline, size, *argv, share=False: made_up((*size.argv(), *argv), 2.0)  # noqa: E731
+    monkeypatch.setattr(
+        Check, "compiled", lambda self, deadline, size, *argv: made_up((*size.argv(), *self.more, *argv), 1.0)
+    )
+    attached = lambda self, deadline, size, *argv, share=False: made_up((*size.argv(), *self.more, *argv), 2.0)  # noqa: E731
     monkeypatch.setattr(Check, "attached", attached)
 
 
