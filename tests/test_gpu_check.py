@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from experiments import gpu_check, gpu_summary, kernel_tables
+from experiments import gpu_check, gpu_parts, gpu_summary, kernel_tables
 from experiments.children import Child, run_child
 from experiments.common import RESULTS
 from experiments.gpu_parts import PAIRS, Check
@@ -61,7 +61,14 @@ def made_up(argv: tuple[str, ...], seconds: float) -> Child:
                 {"record": "plan", "batch": 3} if policy == "auto" else {"record": "largest_batch", "largest_batch": 4}
             )
         for batch in batches:
-            trial = {"record": "trial", "requested_policy": policy, "policy": policy, "model": "tiny", "batch": batch}
+            trial = {
+                "record": "trial",
+                "requested_policy": policy,
+                "policy": policy,
+                "model": "tiny",
+                "batch": batch,
+                "loss": "full",
+            }
             sizes = {"total_bytes": 10 * batch, "budget_bytes": 10**9, "error": None, "step_source": "measured"}
             rows.append({**trial, **sizes, "step_s": seconds, "tokens_per_s": 64 * batch / seconds})
     return Child(tuple(rows), "")
@@ -95,6 +102,17 @@ def test_speed(tmp_path):
         ("own batch", "auto", 3), ("own batch", "nothing", 4), ("same batch", "auto", 2), ("same batch", "nothing", 2)
     ]  # fmt: skip
     assert {(row["predicted_s"], row["step_s"]) for row in rows} == {(1.0, 2.0)}
+
+
+@pytest.mark.usefixtures("made_up_children")
+@pytest.mark.parametrize(("limit_s", "num_steps"), [(1000, 2), (gpu_parts.UNROLLED_S - 1, 1)])
+def test_unrolled_layers_are_measured_if_there_is_time(limit_s, num_steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_parts, "run_child", lambda *_: Child(({"median_s": 1.0, "flops_per_s": 1.0},), ""))
+    found = Check("gpu", "gpu", "h200", gpu_check.SIZES, ("nothing",), limit_s, 2, tmp_path)
+    matmul, *steps = gpu_parts.measure_mfu(found)
+    assert matmul["error"] is None
+    assert [row["step_s"] for row in steps] == [2.0] * num_steps
+    assert len({row["what"] for row in steps}) == num_steps
 
 
 @pytest.mark.full
