@@ -136,7 +136,7 @@ def _profile(rows: Sequence[Row]) -> list[str]:
 
 
 def _peer(rows: Sequence[Row]) -> list[str]:
-    columns = ("framework", "kept", "at", "batch", "ms", "tokens/s", "peak GiB", "next one failed")
+    columns = ("framework", "saved", "at", "batch", "ms", "tokens/s", "peak GiB", "next one failed")
     cells = [
         (
             row["framework"],

@@ -4,6 +4,7 @@ MFU, the profile and PyTorch's side run at tiny size on this CPU. The children o
 """
 
 import importlib.util
+import io
 import json
 import re
 import threading
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from experiments import gpu_check, gpu_summary
+from experiments import gpu_check, gpu_parts, gpu_summary, kernel_tables
 from experiments.children import Child, run_child
+from experiments.common import RESULTS
 from experiments.gpu_parts import PAIRS, Check
 from jaxremat.chips.nvidia.gpu import nvidia_driver
 from jaxremat.cli.command import parse_flags
+from jaxremat.report.table import list_table
 from jaxremat.session.flags import RunFlags
 from jaxremat.system.process import Deadline
 from tests.helpers import QUICK_FLAGS
@@ -57,7 +61,14 @@ def made_up(argv: tuple[str, ...], seconds: float) -> Child:
                 {"record": "plan", "batch": 3} if policy == "auto" else {"record": "largest_batch", "largest_batch": 4}
             )
         for batch in batches:
-            trial = {"record": "trial", "requested_policy": policy, "policy": policy, "model": "tiny", "batch": batch}
+            trial = {
+                "record": "trial",
+                "requested_policy": policy,
+                "policy": policy,
+                "model": "tiny",
+                "batch": batch,
+                "loss": "full",
+            }
             sizes = {"total_bytes": 10 * batch, "budget_bytes": 10**9, "error": None, "step_source": "measured"}
             rows.append({**trial, **sizes, "step_s": seconds, "tokens_per_s": 64 * batch / seconds})
     return Child(tuple(rows), "")
@@ -66,8 +77,10 @@ def made_up(argv: tuple[str, ...], seconds: float) -> Child:
 @pytest.fixture
 def made_up_children(monkeypatch):
     """No process is started: the device's steps take 2 s, and 1 s was predicted."""
-    monkeypatch.setattr(Check, "compiled", lambda self, deadline, size, *argv: made_up((*size.argv(), *argv), 1.0))
-    attached = lambda self, deadline, size, *argv, share=False: made_up((*size.argv(), *argv), 2.0)  # noqa: E731
+    monkeypatch.setattr(
+        Check, "compiled", lambda self, deadline, size, *argv: made_up((*size.argv(), *self.more, *argv), 1.0)
+    )
+    attached = lambda self, deadline, size, *argv, share=False: made_up((*size.argv(), *self.more, *argv), 2.0)  # noqa: E731
     monkeypatch.setattr(Check, "attached", attached)
 
 
@@ -89,6 +102,17 @@ def test_speed(tmp_path):
         ("own batch", "auto", 3), ("own batch", "nothing", 4), ("same batch", "auto", 2), ("same batch", "nothing", 2)
     ]  # fmt: skip
     assert {(row["predicted_s"], row["step_s"]) for row in rows} == {(1.0, 2.0)}
+
+
+@pytest.mark.usefixtures("made_up_children")
+@pytest.mark.parametrize(("limit_s", "num_steps"), [(1000, 2), (gpu_parts.UNROLLED_S - 1, 1)])
+def test_unrolled_layers_are_measured_if_there_is_time(limit_s, num_steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_parts, "run_child", lambda *_: Child(({"median_s": 1.0, "flops_per_s": 1.0},), ""))
+    found = Check("gpu", "gpu", "h200", gpu_check.SIZES, ("nothing",), limit_s, 2, tmp_path)
+    matmul, *steps = gpu_parts.measure_mfu(found)
+    assert matmul["error"] is None
+    assert [row["step_s"] for row in steps] == [2.0] * num_steps
+    assert len({row["what"] for row in steps}) == num_steps
 
 
 @pytest.mark.full
@@ -120,6 +144,20 @@ def test_peer(tmp_path, h100, monkeypatch):
     ]
     assert all(row["step_s"] > 0 and row["batch"] == 2 for row in rows)
     assert {row["num_params"] for row in rows if row["framework"] == "torch"} == {124_672}
+
+
+@pytest.mark.parametrize("part", kernel_tables.COLUMNS)
+def test_the_tables_of_kernels_fit_in_80_columns(part):
+    """A table that is too wide has a line for each of its columns."""
+    num_words, columns = kernel_tables.COLUMNS[part]
+    titles, writers = zip(*map(kernel_tables.show, columns), strict=True)
+    rows = json.loads((RESULTS / "nvidia-h200/kernel_tables.json").read_text())[part]
+    cells = [
+        ["-" if row[key] is None else write(row[key]) for key, write in zip(columns, writers, strict=True)] for row in rows
+    ]
+    out = io.StringIO()
+    Console(width=80, file=out).print(list_table(part, titles, cells, left=num_words))
+    assert sum(all(title in line for title in titles) for line in out.getvalue().splitlines()) == 1
 
 
 def test_what_is_not_reached_is_said(tmp_path):

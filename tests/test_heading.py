@@ -2,9 +2,11 @@
 
 import pytest
 
+from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
-from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import check_run
+from jaxremat.cli.train import TrainRunFlags
+from jaxremat.session.flags import RunFlags, StepFlags
+from jaxremat.session.request import check_run, check_step
 from jaxremat.session.session import Session
 from jaxremat.units import gib
 from tests.user_files import in_folder
@@ -30,6 +32,19 @@ def whole(batch: int = {WRITTEN}):
 
     return jaxremat.Workload(step=step, args=(shape({WIDTH}, {WIDTH}), shape(batch, {WIDTH})))
 """
+
+
+def test_a_heading_says_what_measured_steps_are_fed():
+    """A training is fed text, and so is a run with --data."""
+    cpu = load_target("cpu")
+
+    def data(kind: type[StepFlags], *argv: str) -> list[str]:
+        request = check_step(parse_flags(kind, ["--model", "tiny", "--policy", "dots", "--batch", "2", *argv]))
+        return [line for line in Session.of(request, cpu).heading if line.startswith("data ")]
+
+    (said,) = data(RunFlags)
+    assert "256" in said, "the size of its vocabulary"
+    assert data(RunFlags, "--data", "pyproject.toml") == data(TrainRunFlags) == []
 
 
 @pytest.mark.parametrize(("batches", "shown"), [((), WRITTEN), (("8192",), 8192), (("16384", "8192"), 16384)])

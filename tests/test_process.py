@@ -16,7 +16,7 @@ from jaxremat.system.process import Ended
 from jaxremat.trial.queue import Queue, SweepTrial, run_trial
 from jaxremat.trial.record import is_out_of_memory
 from jaxremat.trial.store import Store
-from jaxremat.trial.task import Task
+from jaxremat.trial.task import SHARED_FOLDER, Task
 from jaxremat.trial.workers import Workers, judge
 
 #: Runs the Python text in its task, which finds the paths of task and result in `task` and `result`.
@@ -223,6 +223,18 @@ def test_what_was_cached_is_taken_over_only_from_those_that_ended_well():
             while not (ended := workers.wait(1)):
                 pass
     assert ended[0][1].tail == ("['whole']",)
+
+
+@pytest.mark.full
+def test_commands_share_what_was_cached_in_a_folder_that_is_named(tmp_path):
+    put = "open(os.environ['JAX_COMPILATION_CACHE_DIR'] + '/entry', 'w').write('entry'); " + GOOD
+    look = "print(os.listdir(os.environ['JAX_COMPILATION_CACHE_DIR']), os.environ['JAXREMAT_SHARED_FOLDER']); sys.exit(1)"
+    for text in (put, look):
+        with Workers(COMMAND, {**os.environ, SHARED_FOLDER: str(tmp_path / "shared")}) as workers:
+            workers.start(Task({"text": text}), timeout_s=60, cache=True)
+            while not (ended := workers.wait(1)):
+                pass
+    assert ended[0][1].tail == (f"['entry'] {tmp_path / 'shared'}",)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The matmul ceiling of a device: `python -m experiments.peer.matmul --size 8192` multiplies bf16 matrices of random numbers.
 
-Random ones, since a GPU multiplies zeros faster than it may go on random data.
+Random ones, since a GPU multiplies zeros faster than it may go on random data. On an H200 the kernel alone takes 1.34 ms, and a
+product that is dispatched and waited for alone 1.71 ms.
 """
 
 import json
@@ -18,6 +19,8 @@ class Flags:
 
     size: int = 8192
     repeats: int = 10
+    at_once: int = 8
+    """Products that are timed together: they are queued on the device, so that only the first waits for its dispatch."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     seconds = []
     for _ in range(3 + flags.repeats):
         started = time.perf_counter()
-        jax.block_until_ready(multiply(a, b))
-        seconds.append(time.perf_counter() - started)
+        jax.block_until_ready([multiply(a, b) for _ in range(flags.at_once)])
+        seconds.append((time.perf_counter() - started) / flags.at_once)
     median_s = statistics.median(seconds[3:])
     device = jax.devices()[0].device_kind
     print(

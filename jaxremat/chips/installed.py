@@ -73,7 +73,10 @@ def versions() -> dict[str, str | None]:
 
 
 def driver_number(text: str) -> str:
-    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`. The first line if it has none."""
+    """The version's number in what the NVIDIA driver says of itself, such as `580.159.04`.
+
+    The first line if it has none.
+    """
     line = text.partition("\n")[0]
     return next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
 

@@ -113,11 +113,11 @@ def batches(text: np.ndarray, batch: int, seq_len: int, seed: int, first: int = 
 
 
 def spread_tokens(vocab_size: int, batch: int, seq_len: int, seed: int, first: int = 0) -> Iterator[np.ndarray]:
-    """Random tokens without end, as frequent as those of real text, from batch number `first` on.
+    """Random tokens without end, as frequent as those of real text.
 
-    Each batch is `int32[batch, seq_len + 1]`. The tokens are drawn by Zipf's law from the whole vocabulary, the most frequent of
-    which has number 0. How many tokens are alike decides how long the gradient of the embedding takes: all of them add to one
-    row. The bytes of a text are about a hundred tokens, and would make it several times longer.
+    Each batch is `int32[batch, seq_len + 1]`, from batch number `first` on. The tokens are drawn by Zipf's law from the whole
+    vocabulary, the most frequent of which has number 0. How many tokens are alike decides how long the gradient of the embedding
+    takes: all of them add to one row. The bytes of a text are about a hundred tokens, and would make it several times longer.
 
     Args:
         vocab_size: the number of tokens in the vocabulary.

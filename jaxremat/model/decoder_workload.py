@@ -131,6 +131,8 @@ def decoder_workload(
     def measured_tokens(first: int = 0) -> Iterator[Any]:
         return spread_tokens(model.vocab_size, batch, train.seq_len, train.seed, first)
 
+    said = f"random tokens, as frequent as in real text, of {model.vocab_size:,}"
+
     def otherwise() -> tuple[Workload, str]:
         return decoder_workload(model, train, batch, "xla", data), "--attention xla"
 
@@ -143,7 +145,7 @@ def decoder_workload(
         batches=train_text,
         eval_loss=lambda params, tokens: without_extras(params, tokens, jax.random.key(0)),
         eval_batches=eval_text,
-        measured=None if data else Measured(measured_tokens, f"tokens of all {model.vocab_size:,}, as frequent as in real text"),
+        measured=None if data else Measured(measured_tokens, said),
         model_flops=model_flops(model, batch, train.seq_len),
         num_tokens=batch * train.seq_len,
         name=model.name,

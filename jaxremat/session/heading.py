@@ -154,7 +154,9 @@ def _step_sentence(trials: "Trials", losses: set[str], batch: int | None) -> str
 
 
 def _inputs_lines(trials: "Trials", *, measured: bool) -> Iterator[str]:
-    """What the steps are run with, those that are `measured` or those of a training, or why none is run.
+    """What the steps are run with, or why none is run.
+
+    The steps are those that are `measured`, or else those of a training.
 
     No line for batches of the workload's own.
     """

@@ -87,7 +87,9 @@ def microbatches_of(workload: Workload, seed: int, first: int = 0) -> Iterator[A
 
 
 def said_inputs(workload: Workload, *, measured: bool = True) -> Iterator[str]:
-    """Lines that say where the batches of steps come from, those that are `measured` or those of a training.
+    """Lines that say where the batches of steps come from.
+
+    The steps are those that are `measured`, or else those of a training.
 
     There are none for a workload's own batches, or a whole step.
     """
