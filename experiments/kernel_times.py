@@ -4,8 +4,8 @@ The stored profiles (`experiments/profiles/`) have the time of every kernel of a
 kernel is predicted from the module alone, as any step is. The table has a row for each class of kernels. Nothing is run.
 
 `--fit` fits the shares of the peaks that kernels reach (`jaxremat/chips/nvidia/calibration.toml`) to the profiles again. Each
-generation of GPUs has the shares of its own profile, and all others have the mean. How far a prediction may be off is what
-remains when the shares of one profile predict another one, over the classes that both have.
+generation of GPUs has the mean shares of its own profiles, and all others have the mean of all. How far a prediction may be off is what
+remains when the shares of one profile predict another one, over the sum of the classes that both have.
 """
 
 import itertools
@@ -33,8 +33,6 @@ Row = dict[str, Any]
 BY_FLOPS = ("matmul", "small matmul", "library call on slices")
 #: A class with less of a profile's time than this isn't fitted to that profile.
 LEAST_SHARE = 0.002
-#: A class with more than this of the time counts for how far a prediction may be off.
-LARGE_SHARE = 0.02
 #: The folder of the plot that a page shows.
 PLOTS = RESULTS.parent.parent / "docs"
 #: Elements that a thread of today's XLA writes where a loop updates a slice.
@@ -149,22 +147,21 @@ def crossed(profiles: "Sequence[Profile]") -> list[Row]:
 
 
 def _tried(one: "Profile", other: "Profile") -> Iterator[Row]:
-    """The shares fitted to one profile tried on another. `least_share` is the class's share of the time where it has less."""
+    """The shares fitted to one profile tried on another."""
     speed, mine, theirs = replace(other.speed, calibration=fit(one)), _by_class(one), _by_class(other)
     both: list[KernelClass] = [name for name in theirs if name in mine]
     groups: list[list[KernelClass]] = [both, *([name] for name in both)]
     for names in groups:
         some = [timed for name in names for timed in theirs[name]]
-        shares = [_measured_s(of[name]) / _measured_s(p.kept) for of, p in ((mine, one), (theirs, other)) for name in names]
         yield {
             **{"fitted_on": one.name, "profile": other.name, "kernel_class": None if names is both else names[0]},
-            **{"measured_s": _measured_s(some), "predicted_s": predicted_s(some, speed), "least_share": min(shares)},
+            **{"measured_s": _measured_s(some), "predicted_s": predicted_s(some, speed)},
         }
 
 
 def largest_error(rows: Iterable[Row]) -> float:
-    """The largest error of `crossed` in a class with more than `LARGE_SHARE` of the time of both profiles, as a share."""
-    return max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows if row["least_share"] > LARGE_SHARE)
+    """The largest error of `crossed` over all classes that both profiles have, as a share."""
+    return max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows if row["kernel_class"] is None)
 
 
 def _by_class(profile: "Profile") -> "dict[KernelClass, list[Timed]]":
@@ -189,8 +186,16 @@ def predicted_s(some: "Iterable[Timed]", speed: "DeviceSpeed") -> float:
 
 
 def fit(profile: "Profile") -> "Calibration":
-    """The shares with which each class of a profile is predicted as it was measured, summed over its kernels."""
-    by_class = _by_class(profile)
+    """The shares with which each class of a profile is predicted as it was measured, summed over its kernels.
+
+    They stand for kernels that no table of single kernels has. So they are fitted without tables, and to aligned matmuls only.
+    """
+    speed = replace(profile.speed, tables=None)
+    by_class = {
+        name: [one for one in some if one.kernel.product is None or one.kernel.product.is_aligned]
+        for name, some in _by_class(profile).items()
+        if name != "attention"  # its share depends on the head size and the length: tables have it
+    }
     found = replace(
         profile.speed.calibration,
         flops_share=(("matmul", 1.0),),
@@ -201,7 +206,7 @@ def fit(profile: "Profile") -> "Calibration":
     for name in sorted(by_class, key=lambda name: name not in ("matmul", "elementwise")):
         measured_s = _measured_s(by_class[name])
         if measured_s > LEAST_SHARE * _measured_s(profile.kept):
-            found = _fitted(found, name, by_class[name], measured_s, profile.speed)
+            found = _fitted(found, name, by_class[name], measured_s, speed)
     return found
 
 
@@ -230,7 +235,7 @@ def _with(shares: "Shares", name: "KernelClass", share: float) -> "Shares":
 
 
 def calibration_text(profiles: "Sequence[Profile]") -> str:
-    """The text of `calibration.toml`: the shares of each profile's generation of GPUs, and their mean for all others.
+    """The text of `calibration.toml`: the mean shares of each generation's profiles, and of all for all others.
 
     A generation takes a class that its own profile lacks from the mean.
     """
@@ -239,9 +244,12 @@ def calibration_text(profiles: "Sequence[Profile]") -> str:
     fitted = [fit(profile) for profile in profiles]
     error = math.ceil(100 * largest_error(crossed(profiles))) / 100
     tables = [_table("default", fitted, fitted, error, f"the mean of {' and '.join(p.name for p in profiles)}")]
-    for profile, own in zip(profiles, fitted, strict=True):
-        major, minor = load_gpu(str(profile.about["target"]))[1].compute_capability
-        tables.append(_table(f"sm_{major}{minor}", [own], fitted, error, f"{profile.name}, {profile.about['recorded']}"))
+    generations: dict[tuple[int, int], list[int]] = {}
+    for n, profile in enumerate(profiles):
+        generations.setdefault(load_gpu(str(profile.about["target"]))[1].compute_capability, []).append(n)
+    for (major, minor), numbers in sorted(generations.items()):
+        source = "; ".join(f"{profiles[n].name}, {profiles[n].about['recorded']}" for n in numbers)
+        tables.append(_table(f"sm_{major}{minor}", [fitted[n] for n in numbers], fitted, error, source))
     head = "# The shares of a GPU's peak rates that kernels reach. Written by python -m experiments.kernel_times --fit.\n"
     return head + "".join(tables)
 
@@ -252,7 +260,7 @@ def _table(name: str, own: "Sequence[Calibration]", others: "Sequence[Calibratio
     def mean(numbers: "Callable[[Calibration], float | None]") -> str:
         """The mean of the own numbers, and of the others' where there are none, with what it was fitted on."""
         mine, theirs = ([number for one in some if (number := numbers(one))] for some in (own, others))
-        cards = f"{len(mine)} cards" if len(mine) > 1 else "one card" if mine else "another card"
+        cards = f"{len(mine)} profiles" if len(mine) > 1 else "one profile" if mine else "another generation"
         return f"{geometric_mean(mine or theirs):.3f}  # fitted on {cards}" if mine or theirs else ""
 
     clock = mean(lambda one: one.threads_per_clock if one.threads_per_clock < math.inf else None)

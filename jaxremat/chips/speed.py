@@ -87,8 +87,8 @@ class Calibration:
         threads_per_clock: Threads that a multiprocessor finishes in each clock cycle, where each writes elements into a
             slice of a larger buffer.
         elements_per_thread: Elements that one such thread writes.
-        error: How far a prediction may be off, as a share of it. It is the largest error of a class when one profile's shares
-            predict another profile, over the classes with more than 2 % of the time of both.
+        error: How far a prediction may be off, as a share of it. It is the largest error when one profile's shares predict the
+            sum of another profile's kernels, over the classes that both have.
         source: What the shares were fitted to.
     """
 
