@@ -27,14 +27,17 @@ def profiles():
 
 @pytest.mark.full
 def test_each_profile_is_predicted(profiles):
-    """The sum of all kernels within 5 %, and each class of more than 2 % of the time within 20 %."""
+    """The sum of all kernels within 7 %, and each class of more than 2 % of the time within 25 %.
+
+    A generation has the mean of its profiles, and tables of single kernels, so that no profile is predicted by construction.
+    """
     for profile in profiles:
         whole, *classes = kernel_times.rows_of(profile)
-        assert whole["predicted_s"] == pytest.approx(whole["measured_s"], rel=0.05)
+        assert whole["predicted_s"] == pytest.approx(whole["measured_s"], rel=0.07)
         large = [row for row in classes if row["measured_s"] > 0.02 * whole["measured_s"]]
-        assert len(large) >= 6
+        assert len(large) >= 4
         for row in large:
-            assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.2), (profile.name, row["kernel_class"])
+            assert row["predicted_s"] == pytest.approx(row["measured_s"], rel=0.25), (profile.name, row["kernel_class"])
         assert sum(row["measured_s"] for row in classes) == pytest.approx(whole["measured_s"])
 
 
