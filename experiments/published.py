@@ -31,6 +31,7 @@ import msgspec
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, Row, run_experiment
+from jaxremat.chips.speed import SEVERAL_GPUS
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.report.table import gib_number
 from jaxremat.system.files import parse_toml, write_whole
@@ -372,7 +373,9 @@ def draw_steps(rows: Sequence[Row], path: Path) -> None:
     rows = [row for row in rows if "longer" in row][::-1]
     figure, axes = _figure(0.3 * len(rows) + 1.2)
     axes.scatter([1 + row["longer"] for row in rows], [row["about"] for row in rows], zorder=3)
+    axes.axvspan(*(1 + share for share in SEVERAL_GPUS), alpha=0.12, label="the interval of tables")
     axes.axvline(1, color="0.6", linewidth=1)
+    axes.legend(loc="lower right")
     axes.set(xlabel="measured seconds / predicted seconds", title="published steps on several GPUs")
     figure.savefig(path, dpi=110, format="png")
 

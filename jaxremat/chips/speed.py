@@ -147,7 +147,7 @@ class DeviceSpeed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """How much longer a real step may take: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+        """How much longer a real step may take: (-0.16, 0.16) is 16 % shorter to 16 % longer.
 
         The shares are of the predicted time. It is no bound. For one device it is the error of the kernels' times, and for
         several that of published steps.

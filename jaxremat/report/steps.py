@@ -56,7 +56,7 @@ class Column:
 def predicted_title(rows: Rows) -> str:
     """The title of a column of predicted times.
 
-    It is `predicted ms ±12%`, or `predicted ms -6..+36%` for several GPUs.
+    It is `predicted ms ±16%`, or `predicted ms -10..+14%` for several GPUs.
 
     The widest of the rows' intervals counts. Without one the title is `predicted ms`.
     """
@@ -70,7 +70,7 @@ def predicted_title(rows: Rows) -> str:
 def step_title(rows: Rows) -> str:
     """The title of a column of step times.
 
-    It is `measured ms`, `predicted ms ±12%`, or `step ms` if the sources differ.
+    It is `measured ms`, `predicted ms ±16%`, or `step ms` if the sources differ.
     """
     sources = _step_sources(rows)
     if sources == {"predicted"}:

@@ -75,7 +75,7 @@ def counted(count: int, what: str, plural: str = "") -> str:
 def interval_text(interval: tuple[float, float]) -> str:
     """How much longer a real step may take than predicted.
 
-    It is `±12%`, or `-6..+36%` for several GPUs.
+    It is `±16%`, or `-10..+14%` for several GPUs.
     """
     low, high = (100 * share for share in interval)
     return f"±{high:.0f}%" if -low == high else f"{low:+.0f}..{high:+.0f}%"

@@ -143,7 +143,7 @@ class TrialRecord(StepRecord):
         recompute_overhead_percent: how far `executed_flops` are above `base_flops`.
         mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs.
         predicted: the predicted time and its terms.
-        predicted_interval: how much longer a real step may take, as shares: (-0.12, 0.12) is 12 % shorter to 12 % longer.
+        predicted_interval: how much longer a real step may take, as shares: (-0.16, 0.16) is 16 % shorter to 16 % longer.
         num_xla_remat: number of instructions that XLA's own rematerialization duplicated.
         xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
             pass ran, where XLA_FLAGS disables it, and for a CPU.
