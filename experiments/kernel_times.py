@@ -4,8 +4,8 @@ The stored profiles (`experiments/profiles/`) have the time of every kernel of a
 kernel is predicted from the module alone, as any step is. The table has a row for each class of kernels. Nothing is run.
 
 `--fit` fits the shares of the peaks that kernels reach (`jaxremat/chips/nvidia/calibration.toml`) to the profiles again. Each
-generation of GPUs has the mean shares of its own profiles, and all others have the mean of all. How far a prediction may be off is what
-remains when the shares of one profile predict another one, over the sum of the classes that both have.
+generation of GPUs has the mean shares of its own profiles, and all others have the mean of all. How far a prediction may be off
+is what remains when the shares of one profile predict another one, over the sum of the classes that both have.
 """
 
 import itertools

@@ -67,6 +67,7 @@ REPORTED: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     ),
     "no ptxas": ("ptxas, libnvvm", "problem", 'pip install "jaxremat[aot]"', ("ptxas",)),
     "no ptxas, a GPU that runs": ("ptxas, libnvvm", "note", 'pip install "jaxremat[aot]"', ("ptxas", "libnvvm")),
+    "no ptxas, a toolkit": ("ptxas, libnvvm", "ok", "", ("/usr/local/cuda",)),
     "no cuDNN": ("cuDNN", "problem", 'pip install "jaxremat[aot]"', ()),
     "old cuDNN": ("cuDNN", "problem", 'pip install -U "nvidia-cudnn-cu13<10"', ("9.5.1", "9.12.0")),
     "another cuDNN": ("cuDNN", "problem", "unset LD_LIBRARY_PATH LD_PRELOAD", ("9.13.0", "9.28.0.42")),

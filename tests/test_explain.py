@@ -146,7 +146,7 @@ def test_the_plan_that_explain_needs_is_made_by_a_command():
     with pytest.raises(UsageError) as caught:
         check_explain(parse_flags(ExplainFlags, ["--policy", "auto"]))
     first, then = caught.value.next_step.split(", then ")
-    assert parse_flags(RunFlags, shlex.split(first)[3:]).save_plan == Path("plan.json")
+    assert parse_flags(RunFlags, shlex.split(first)[2:]).save_plan == Path("plan.json")
     assert check_explain(parse_flags(ExplainFlags, ["--policy", "dots"])).policies
     assert "plan:plan.json" in then
 

@@ -18,7 +18,7 @@ PEAKS = {"sm_90": {"bf16": 989.5e12, "f32": 494.7e12}, "sm_100": {"bf16": 2250e1
 #: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 58 bf16 matmuls that the profiler timed on an H200,
 #: the median within 3.5 % (python -m experiments.kernel_tables).
 MATMUL_LAUNCH_S = 3e-6
-#: What the matmuls with gpt2's vocabulary reach together, of 50,257, in a step on an H200 (experiments/profiles/nvidia-h200-gpt2).
+#: What three matmuls with a vocabulary of 50,257 reach together in a step on an H200 (experiments/profiles/nvidia-h200-gpt2).
 UNALIGNED_SHARE = 0.335
 #: Fitted to the published steps of H100s (python -m experiments.published --parts fits).
 TRAINING_SHARE = 0.82
