@@ -191,7 +191,7 @@ def fit(profile: "Profile") -> "Calibration":
     They stand for kernels that no table of single kernels has. So they are fitted without tables, and to aligned matmuls only.
     """
     speed = replace(profile.speed, tables=None)
-    by_class = {
+    by_class: dict[KernelClass, list[Timed]] = {
         name: [one for one in some if one.kernel.product is None or one.kernel.product.is_aligned]
         for name, some in _by_class(profile).items()
         if name != "attention"  # its share depends on the head size and the length: tables have it

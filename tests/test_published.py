@@ -83,6 +83,7 @@ def test_each_program_is_filed_as_its_row_says(step):
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_the_filed_seconds_are_those_of_the_filed_programs():
     """A clock that changed is filed anew: `python -m experiments.published` compiles nothing for it."""
     filed = {row["name"]: row for row in json.loads((RESULTS / "h100-80gb/published.json").read_text())["steps"]}
