@@ -3,8 +3,11 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments.common import RESULTS
@@ -14,6 +17,7 @@ from jaxremat.chips.nvidia.tables import PEAKS, load_tables
 from jaxremat.chips.tables import Attention, Product, Tables
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.clock import predict_step_time
+from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.hlo import parse
 
 GENERATIONS = [(9, 0), (10, 0)]
@@ -76,6 +80,36 @@ def test_attention_by_direction_length_and_head_size():
         found.attention_share(Attention("backward", 128, 4096)) or 1
     )
     assert found.attention_share(Attention("forward", 128, 10**6)) == found.attention_share(Attention("forward", 128, 32768))
+
+
+WINDOWED = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[2,32,8192,128], k: bf16[2,8,8192,128]) -> bf16[2,32,8192,128] {
+  %q = bf16[2,32,8192,128]{3,2,1,0} parameter(0)
+  %k = bf16[2,8,8192,128]{3,2,1,0} parameter(1)
+  %call = (bf16[2,32,8192,128]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), CONFIG
+  ROOT %out = bf16[2,32,8192,128]{3,2,1,0} get-tuple-element(%call), index=0
+}
+""".replace(
+    "CONFIG",
+    'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"mask_type":"CAUSAL","sliding_window_length":1024,'
+    '"intermediate_tensor_shape":{"dimensions":["2","32","8192","8192"]}}',
+)
+
+
+def test_attention_with_a_window_takes_as_long_as_on_an_h200():
+    rows = json.loads((RESULTS / "nvidia-h200" / "kernel_tables.json").read_text())["attention"]
+    (row,) = [row for row in rows if row["window"] and row["direction"] == "forward"]
+    assert (row["batch"], row["length"], row["heads"], row["head_size"], row["window"]) == (2, 8192, 32, 128, 1024)
+    module = parse(WINDOWED)
+    flops = 4 * 2 * 32 * (8192 * 1024 - 1024**2 // 2) * 128
+    assert executed_flops(module).attention_flops == flops
+    query, key = (jax.ShapeDtypeStruct((2, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
+    attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn", local_window_size=(1023, 0))
+    assert count_step_flops(jax.make_jaxpr(attention)(query, key, key)).attention_flops == flops
+    speed = speed_of(load_gpu("h200")[1])
+    assert speed is not None
+    assert predict_step_time(module, speed).step_s == pytest.approx(row["kernel_s"], rel=0.07)
 
 
 def test_collectives_inside_a_node():

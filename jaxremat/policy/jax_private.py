@@ -155,12 +155,12 @@ def shard_map_devices(eqn: Any) -> int:
     return math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"])
 
 
-def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str] | None:
-    """Of fused attention: the scores' shape, the widths of a query and a value, and the mask.
+def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str, int] | None:
+    """Of fused attention: the scores' shape, the widths of query and value, mask and window.
 
     None of other equations.
 
-    The shape is "batch heads queries keys".
+    The shape is "batch heads queries keys". The window is 0 if there is none.
     """
     name, params = eqn.primitive.name, eqn.params
     if not name.startswith("dot_product_attention") or not ("_fwd" in name or "_bwd" in name):
@@ -170,7 +170,8 @@ def attention_sizes(eqn: Any) -> tuple[tuple[int, int, int, int], int, int, str]
     pages = eqn.invars[9].aval.shape if len(eqn.invars) > 9 else ()
     kv_length = k[length] * pages[2] if len(pages) == 4 and math.prod(pages) else k[length]
     mask = params["mask_type"]
-    return (q[0], q[heads], q[length], kv_length), q[-1], v[-1], getattr(mask, "name", str(mask))
+    window = params.get("sliding_window_length") or 0
+    return (q[0], q[heads], q[length], kv_length), q[-1], v[-1], getattr(mask, "name", str(mask)), window
 
 
 # Where an equation was traced.

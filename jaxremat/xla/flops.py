@@ -21,6 +21,7 @@ from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions"\s*:\s*\[([^\]]*)\]')
 _BATCH = re.compile(r'"lhs_batch_dimensions"\s*:\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*:\s*\[([^\]]*)\]')
+_WINDOW = re.compile(r'"sliding_window_length"\s*:\s*"?(\d+)')
 _MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
 #: The bytes at whose multiples rows begin that are loaded many elements at a time.
 _ALIGNED_BYTES = 16
@@ -129,8 +130,15 @@ def attention_of(computation: Computation, instruction: Instruction) -> Attentio
     if kind not in ("attention", "attention gradient"):
         return None
     query = computation.operand_shapes(instruction)[0][0]
-    length = _quoted_ints(_SCORES, instruction.attrs)[-1]
+    length, window = _quoted_ints(_SCORES, instruction.attrs)[-1], _window(instruction)
+    # A long sequence with a window is as fast, for each FLOP, as one of twice the window.
+    length = min(length, 2 * window) if window else length
     return Attention("forward" if kind == "attention" else "backward", query.dims[-1], length)
+
+
+def _window(instruction: Instruction) -> int:
+    match = _WINDOW.search(instruction.attrs)
+    return int(match[1]) if match else 0
 
 
 def executed_flops(module: Module) -> ExecutedFlops:
@@ -204,7 +212,8 @@ def _custom_call(computation: Computation, instruction: Instruction) -> Executed
             scores = _quoted_ints(_SCORES, instruction.attrs)
             mask = _MASK.search(instruction.attrs)
             q, v = operands[0].dims, operands[2].dims
-            return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", kind == "attention gradient")
+            is_gradient = kind == "attention gradient"
+            return _attention_flops(scores, q[-1], v[-1], mask[1] if mask else "", _window(instruction), is_gradient)
         case None:
             return None
     result, first, second = instruction.shapes[0].dims, operands[0].dims, operands[1].dims
@@ -336,16 +345,21 @@ def _ragged_flops(
 
 
 def _attention_flops(
-    scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, backward: bool
+    scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, window: int, backward: bool
 ) -> ExecutedFlops:
     """FLOPs of attention over `scores` = (batch, query heads, query length, key length).
 
     The forward matmuls are QK and PV. The backward matmuls are QK again, dP and dV over the value head dim, and dQ and dK
-    over the query head dim. A causal mask halves both. Grouped KV heads don't reduce the FLOPs. A sliding window, padding or
-    packed segments reduce the work at run time further, but the count doesn't include that reduction.
+    over the query head dim. A causal mask halves both, and of a sliding `window` under it only the keys inside count. Grouped
+    KV heads don't reduce the FLOPs. Padding or packed segments reduce the work at run time further, but the count doesn't
+    include that reduction.
     """
     dims = 3 * qk_head_dim + 2 * v_head_dim if backward else qk_head_dim + v_head_dim
-    flops = 2 * math.prod(scores) * dims // (2 if "CAUSAL" in mask_type else 1)
+    batch, heads, queries, keys = scores
+    pairs = queries * keys
+    if "CAUSAL" in mask_type:
+        pairs = queries * window - window**2 // 2 if 0 < window < keys == queries else pairs // 2
+    flops = 2 * batch * heads * pairs * dims
     return ExecutedFlops(
         attention_flops=flops, num_attention_forward=int(not backward), num_attention_backward=int(backward)
     )
