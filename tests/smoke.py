@@ -81,7 +81,9 @@ def test_it_is_the_installed_package():
 
 def test_the_wheel_has_every_file_that_is_no_module():
     files = {str(file) for file in importlib.metadata.files("jaxremat") or () if file.suffix not in (".py", ".pyc")}
-    assert {"jaxremat/py.typed", "jaxremat/chips/nvidia/calibration.toml", "jaxremat/report/web/page.html"} <= files
+    nvidia = "jaxremat/chips/nvidia"
+    assert {"jaxremat/py.typed", f"{nvidia}/calibration.toml", "jaxremat/report/web/page.html"} <= files
+    assert {f"{nvidia}/measured/{name}.csv" for name in ("matmul", "attention", "collective")} <= files
     assert len([file for file in files if re.match(r"jaxremat/chips/nvidia/targets/.*\.toml", file)]) >= 9
     assert len(bundled_names()) >= 9
     assert not [file for file in files if file.startswith(("tests/", "experiments/", "docs/"))]

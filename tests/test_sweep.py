@@ -309,13 +309,13 @@ class TestGrid:
         assert trials("--target h100-80gb")[0].key != before
 
     def test_the_source_is_that_of_the_package_without_its_reports(self, monkeypatch, tmp_path):
-        for path in ("xla/clock.py", "chips/nvidia/calibration.toml", "session/session.py", "report/table.py"):
+        for path in ("xla/clock.py", "chips/nvidia/measured/matmul.csv", "session/session.py", "report/table.py"):
             assert (PACKAGE / path).is_file()
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text("0")
         monkeypatch.setattr("jaxremat.cli.grid.PACKAGE", tmp_path)
         found = [source_hash()]
-        for path in ("report/table.py", "xla/clock.py", "chips/nvidia/calibration.toml", "session/session.py"):
+        for path in ("report/table.py", "xla/clock.py", "chips/nvidia/measured/matmul.csv", "session/session.py"):
             (tmp_path / path).write_text("1")
             found.append(source_hash())
         assert found[0] == found[1]

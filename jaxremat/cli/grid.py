@@ -191,7 +191,7 @@ def _file_hash(path: str | None) -> str | None:
 def source_hash() -> str:
     """A hash of the package's source, without `report`. If it changes, every trial is a new one."""
     digest = hashlib.sha256()
-    for path in sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml")):
+    for path in sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml", ".csv")):
         if path.parts[0] != "report":
             digest.update(str(path).encode() + b"\0" + (PACKAGE / path).read_bytes() + b"\0")
     return digest.hexdigest()[:32]
