@@ -181,10 +181,11 @@ def test_the_example(h100):
 
 
 @pytest.mark.full
-def test_shardings_that_contradict_each_other(devices, h100):
+def test_shardings_that_contradict_each_other(h100):
     """A jitted step's, and its arguments': an error with a remedy. JAX's error of a `shard_map` is about something else."""
-    mesh = Mesh(np.array(devices), ("d",), axis_types=(AxisType.Explicit,))
-    target = dataclasses.replace(load_target(h100.name, MeshShape(fsdp=8)), mesh=mesh, mesh_shape=OwnAxes((("d", 8),)))
+    node = load_target(h100.name, MeshShape(fsdp=8))
+    mesh = Mesh(np.array(node.devices), ("d",), axis_types=(AxisType.Explicit,))
+    target = dataclasses.replace(node, mesh=mesh, mesh_shape=OwnAxes((("d", 8),)))
     args = (struct(mesh, (64, 64)),)
     with pytest.raises(UsageError) as caught:
         lower_and_compile(jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("d"))), args, target)

@@ -17,6 +17,7 @@ from jaxremat.chips.nvidia.tables import PEAKS, load_tables
 from jaxremat.chips.tables import Attention, Product, Tables
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.clock import predict_step_time
+from jaxremat.xla.collectives import Collective, collective_seconds
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.hlo import parse
 
@@ -120,6 +121,19 @@ def test_collectives_inside_a_node():
         2**8 * (found.collective_s("all-gather", 8, 2**32) or 0)
     )
     assert found.collective_s("all-gather", 5, 2**30) is None
+
+
+def test_other_links_have_no_table():
+    """PCIe cards are of the same generation, and pairs of them aren't as quick as NVLink."""
+    gathered = Collective("all-gather", 2**30, ())
+    seconds = []
+    for name in ("h100-80gb", "h100-pcie"):
+        speed = speed_of(load_gpu(name)[1], MeshShape(fsdp=8))
+        assert speed is not None
+        assert speed.links is not None
+        seconds.append(collective_seconds(gathered, speed.links, speed.tables))
+        assert (seconds[-1] == collective_seconds(gathered, speed.links)) == (name == "h100-pcie")
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_generations_without_tables():

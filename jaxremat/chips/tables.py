@@ -88,6 +88,7 @@ class Tables:
         matmuls: By element type, the FLOP/s of matmuls by (batch, m, n, k), without their launch.
         attention: By direction and head size, and then by length, the FLOP/s of causal attention.
         collectives: By kind and number of devices, and then by bytes of the whole array, the seconds inside a node.
+        node_bytes_per_s: The links of the nodes behind `collectives`, as in `Links`. They say nothing of other links.
         unaligned_share: Share of the peak FLOP/s that a matmul reaches that isn't aligned.
         training_share: Share of its speed alone that a kernel has in a training on several devices, where clocks are lower and
             devices wait for each other.
@@ -98,6 +99,7 @@ class Tables:
     matmuls: Mapping[str, Grid]
     attention: Mapping[tuple[Direction, int], Mapping[int, float]]
     collectives: Mapping[tuple[str, int], Mapping[int, float]]
+    node_bytes_per_s: float | None
     unaligned_share: float
     training_share: float
     beside_collective: float

@@ -105,18 +105,22 @@ def sent_bytes(collective: Collective, links: Links) -> int:
 def collective_seconds(collective: Collective, links: Links, tables: Tables | None = None) -> float:
     """Predicts how long a collective uses the links; nothing is measured.
 
-    Inside a node, the measured table of the device's generation has the time, if there is one.
+    Inside a node, the measured table of the device's generation has the time, if the node has the links of the measured one.
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
     links isn't modelled, nor are reductions inside a switch (NVLS, SHARP).
     """
     groups = _device_groups(collective, links)
-    if tables and all(len({*map(links.node_of, group)}) == 1 for group in groups):
+    if tables and links.node_bytes_per_s == tables.node_bytes_per_s and all(_is_in_a_node(group, links) for group in groups):
         measured_s = tables.collective_s(collective.kind, len(groups[0]), collective.num_bytes)
         if measured_s is not None:
             return measured_s
     return max(_seconds(collective, group, links) for group in groups)
+
+
+def _is_in_a_node(group: tuple[int, ...], links: Links) -> bool:
+    return len({*map(links.node_of, group)}) == 1
 
 
 def _device_groups(collective: Collective, links: Links) -> Groups:

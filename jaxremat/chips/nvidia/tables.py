@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.chips.tables import Direction, Grid, Tables
 
 FOLDER = Path(__file__).parent / "measured"
 #: By generation, the peak FLOP/s of the GPUs that were measured: an H100 SXM or H200, and a B200 or GB200.
 PEAKS = {"sm_90": {"bf16": 989.5e12, "f32": 494.7e12}, "sm_100": {"bf16": 2250e12, "f32": 1125e12}}
+#: By generation, the GPUs of the nodes whose collectives were measured.
+NODES = {"sm_90": "h100-80gb", "sm_100": "b200"}
 #: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 58 bf16 matmuls that the profiler timed on an H200,
 #: the median within 3.5 % (python -m experiments.kernel_tables).
 MATMUL_LAUNCH_S = 3e-6
@@ -55,6 +58,7 @@ def load_tables(compute_capability: tuple[int, int]) -> Tables | None:
         },
         attention=attention,
         collectives=collectives,
+        node_bytes_per_s=load_gpu(NODES[generation])[1].node_link_bandwidth,
         unaligned_share=UNALIGNED_SHARE,
         training_share=TRAINING_SHARE,
         beside_collective=BESIDE_COLLECTIVE,
