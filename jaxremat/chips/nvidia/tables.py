@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "measured"
 PEAKS = {"sm_90": {"bf16": 989.5e12, "f32": 494.7e12}, "sm_100": {"bf16": 2250e12, "f32": 1125e12}}
 #: By generation, the GPUs of the nodes whose collectives were measured.
 NODES = {"sm_90": "h100-80gb", "sm_100": "b200"}
-#: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 58 bf16 matmuls that the profiler timed on an H200,
+#: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 61 bf16 matmuls that the profiler timed on an H200,
 #: the median within 3.5 % (python -m experiments.kernel_tables).
 MATMUL_LAUNCH_S = 3e-6
 #: What three matmuls with a vocabulary of 50,257 reach together in a step on an H200 (experiments/profiles/nvidia-h200-gpt2).
