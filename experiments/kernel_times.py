@@ -133,7 +133,12 @@ def collectives_of(profile: "Profile") -> list[Row]:
             sums = {"num_launches": timed.num_launches, "measured_s": timed.measured_s}
             sent = {"kind": collective.kind, "num_bytes": collective.num_bytes}
             rows.append(
-                {"profile": profile.name, **sent, **sums, "predicted_s": collective_seconds(collective, profile.speed.links)}
+                {
+                    "profile": profile.name,
+                    **sent,
+                    **sums,
+                    "predicted_s": collective_seconds(collective, profile.speed.links, profile.speed.tables),
+                }
             )
     return sorted(rows, key=lambda row: -row["num_bytes"])
 
