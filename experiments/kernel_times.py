@@ -331,31 +331,30 @@ def _print_collectives(rows: Sequence[Row]) -> None:
 
 def _plot(profiles: "Sequence[Profile]", path: Path) -> None:
     """Draws predicted against measured seconds, a dot for each kernel, to a PNG file."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     from jaxremat.chips.speed import CLASSES
     from jaxremat.xla.clock import predict_kernel_time
 
-    figure = Figure(figsize=(6.5 * len(profiles), 6), layout="constrained")
-    for axes, profile in zip(figure.subplots(1, len(profiles), squeeze=False)[0], profiles, strict=True):
-        for colour, (name, some) in zip(
-            _colours(), sorted(_by_class(profile).items(), key=lambda x: CLASSES.index(x[0])), strict=False
-        ):
+    rows = -(-(len(profiles) + 1) // 2)  # the last place has the legend
+    figure = Figure(figsize=(9, 4.2 * rows), layout="constrained")
+    places = list(figure.subplots(rows, 2, squeeze=False).flat)
+    shown = {}
+    for axes, profile in zip(places, profiles, strict=False):
+        for name, some in _by_class(profile).items():
             measured = [1e6 * timed.measured_s for timed in some]
             predicted = [1e6 * predict_kernel_time(timed.kernel, profile.speed).kernel_s for timed in some]
-            axes.scatter(measured, predicted, s=9, color=colour, alpha=0.6, linewidths=0, label=name)
+            colour = colormaps["tab20"](CLASSES.index(name))
+            shown[name] = axes.scatter(measured, predicted, s=12, color=colour, alpha=0.7, linewidths=0)
         ends = (1, 4000)
         axes.plot(ends, ends, color="black", linewidth=0.8)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, µs", ylabel="predicted, µs")
         axes.set_title(f"{profile.name}: {len(profile.kept)} kernels", fontsize=10)
-        axes.legend(fontsize=8, markerscale=2.5)
-    figure.savefig(path, dpi=130)
-
-
-def _colours() -> list[Any]:
-    from matplotlib import colormaps
-
-    return [colormaps["tab20"](i) for i in (0, 1, 9, 2, 4, 5, 6, 8, 12, 14, 16, 18, 19)]
+    for axes in places[len(profiles) :]:
+        axes.axis("off")
+    places[-1].legend(shown.values(), shown.keys(), loc="center", fontsize=9, markerscale=2.5)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
