@@ -63,13 +63,16 @@ def test_a_cpu_s_matmuls_are_its_own():
 
 def test_the_user_s_flags_win(h100, monkeypatch):
     assert compiler_options(h100) == {
-        "xla_disable_hlo_passes": "rematerialization",
+        "xla_disable_hlo_passes": "rematerialization,cublas-pad-for-gemms",
         "xla_gpu_autotune_level": 0,
         "xla_gpu_enable_triton_gemm": False,
     }
+    assert compiler_options(replace(h100, compute_capability=(7, 5)))["xla_disable_hlo_passes"] == "rematerialization"
     monkeypatch.setenv("XLA_FLAGS", f"{TRITON} --xla_disable_hlo_passes=dce")
-    assert compiler_options(h100) == {"xla_disable_hlo_passes": "dce,rematerialization", "xla_gpu_autotune_level": 0}
-    assert compiler_options(h100, xla_remat=True) == {"xla_gpu_autotune_level": 0}
+    assert compiler_options(h100) == {
+        "xla_disable_hlo_passes": "dce,rematerialization,cublas-pad-for-gemms",
+        "xla_gpu_autotune_level": 0,
+    }
 
 
 def test_the_limit_of_xla_s_own_remat(monkeypatch):
@@ -290,3 +293,11 @@ def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
     tasks = [trial.task for trial in trials if trial.task]
     assert [task.flags["xla_preset"] for task in tasks] == [("default",), ("latency-hiding",)]
     assert len({trial.key for trial in trials}) == 2
+
+
+@pytest.mark.full
+def test_matrices_are_padded_only_where_xla_does_so_on_the_device(h100):
+    """Rows of 257 values would be padded to 264 where a matmul can't be a Triton fusion, as on a T4."""
+    x, y = (jax.ShapeDtypeStruct((256, 257), "float16"), jax.ShapeDtypeStruct((257, 256), "float16"))
+    padded = {target.name: "264" in lower_and_compile(jnp.dot, (x, y), target).hlo_text for target in (h100, load_target("t4"))}
+    assert padded == {"h100-80gb": False, "t4": True}

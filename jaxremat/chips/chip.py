@@ -167,6 +167,10 @@ class Chip(ABC):
         """Whether devices of a generation have no matmuls of bfloat16."""
         return False
 
+    def passes_to_skip(self, capability: tuple[int, int] | None) -> tuple[str, ...]:
+        """XLA's passes that change a program for a device that isn't here, and not for one of the generation that is."""
+        return ()
+
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
         """The error of what must be installed for the chip and isn't; None for other words.
 

@@ -47,7 +47,8 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
     disabled in XLA_FLAGS. All other options are left out if the user has set the flag of the same name. For a deviceless
     target the result is, for example::
 
-        {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        {"xla_disable_hlo_passes": "rematerialization,cublas-pad-for-gemms",
+         "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
     Args:
         target: the target of the compile.
@@ -56,7 +57,11 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
     """
     flags = _users_flags()
     options: dict[str, Any] = {}
-    if ours := [REMAT] * (not xla_remat) + [PASS] * misreads:
+    ours = [REMAT] * (not xla_remat) + [PASS] * misreads
+    switch = target.chip.options.matmuls
+    if target.kind == "deviceless" and (switch is None or _is_true(flags.get(switch.option, "true"))):
+        ours += target.chip.passes_to_skip(target.compute_capability)
+    if ours:
         options[DISABLED] = ",".join(filter(None, (flags.get(DISABLED, ""), *ours)))
     if target.kind == "deviceless":
         options |= {name: value for name, value in target.chip.options.deviceless.items() if name not in flags}

@@ -16,7 +16,7 @@ from jaxremat.chips.nvidia.gpu import (
     nvidia_driver,
     text_with_pool,
 )
-from jaxremat.chips.nvidia.options import OPTIONS
+from jaxremat.chips.nvidia.options import OPTIONS, PADDING
 from jaxremat.chips.nvidia.speed import TENSOR_FLOAT, speed_of
 from jaxremat.errors import JaxrematError, TargetError
 
@@ -54,6 +54,9 @@ class Nvidia(Chip):
     def lacks_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Whether it is below 8.0: no bfloat16 in its tensor cores, and no fused attention."""
         return capability is not None and capability < TENSOR_FLOAT
+
+    def passes_to_skip(self, capability: tuple[int, int] | None) -> tuple[str, ...]:
+        return () if self.lacks_bf16(capability) else (PADDING,)
 
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
         return refusal.missing(text, first_line, is_here=is_here)
