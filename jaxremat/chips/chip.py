@@ -142,6 +142,7 @@ class Chip(ABC):
         outside: what a process takes of a device beside the allocator's pool, in words.
         outside_needed: how much that is on a mesh, as far as it is known, in words.
         mem_fraction: the share of a device's memory that a step may take by default.
+        has_topologies: whether the chips of a node lie in a layout of their own (`--topology`).
         devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
     """
 
@@ -155,6 +156,7 @@ class Chip(ABC):
     outside: str = ""
     outside_needed: str = ""
     mem_fraction: float = MEM_FRACTION
+    has_topologies: bool = False
     devices_of_node: int | None = DEVICES_OF_NODE
 
     @abstractmethod

@@ -20,6 +20,7 @@ class Tpu(Chip):
     attention = CUDNN
     options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
     mem_fraction = 1.0
+    has_topologies = True
     devices_of_node = None
 
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
