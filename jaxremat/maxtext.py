@@ -132,7 +132,7 @@ def _optimizer(config: Any, mesh: Any) -> Any:
 
 
 class _OnNode:
-    """A device with its node as `slice_index`, as MaxText reads it. GPUs that aren't here have theirs as their process."""
+    """A device whose `slice_index` is its node, the process of a GPU that isn't here."""
 
     def __init__(self, device: Any) -> None:
         self.device = device

@@ -124,7 +124,9 @@ def config_batch(words: Sequence[str]) -> int | None:
 
 
 def workload_words(text: str, seq_len: int | None = None) -> tuple[str, ...]:
-    """The words of a workload, whose batch is an argument of its own. `seq_len` becomes `max_target_length`.
+    """The words of a workload, whose batch is an argument of its own.
+
+    `seq_len` becomes `max_target_length`.
 
     Raises:
         UsageError: the text isn't valid, or it has a batch, or a length beside `seq_len`.
