@@ -46,7 +46,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
         nodes, processes = target.mesh_shape.nodes, target.num_processes
-        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
+        network = target.mesh_shape.network_gbps
+        places = f" on {nodes} nodes" + (f" of {network:g} Gbit/s each" if network else "") if nodes > 1 else ""
+        places += f" in {processes} processes" if processes > 1 else ""
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     if target.mesh_shape.is_own:
         yield _batch_sentence(trials, batch)

@@ -29,10 +29,12 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         return None
     links = None
     if mesh is not None:
-        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and gpu.network_bandwidth is None):
+        of_node, network = mesh.num_devices // mesh.nodes, gpu.network_bandwidth
+        if mesh.network_gbps is not None:
+            network = mesh.network_gbps * 1e9 / 8 / of_node
+        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and network is None):
             return None
-        of_node = mesh.num_devices // mesh.nodes
-        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth, NCCL)
+        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, network, NCCL)
     return DeviceSpeed(
         bf16_flops=bf16,
         f32_flops=bf16 / 2 if has_tf32 else bf16,  # TF32 is XLA's default for float32 matmuls
