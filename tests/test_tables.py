@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,48 @@ def test_attention_with_a_window_takes_as_long_as_on_an_h200():
     speed = speed_of(load_gpu("h200")[1])
     assert speed is not None
     assert predict_step_time(module, speed).step_s == pytest.approx(row["kernel_s"], rel=0.07)
+
+
+EMBEDDING = """HloModule jit_op, is_scheduled=true
+
+%add (a: TYPE[], b: TYPE[]) -> TYPE[] {
+  %a = TYPE[] parameter(0)
+  %b = TYPE[] parameter(1)
+  ROOT %sum = TYPE[] add(%a, %b)
+}
+
+ENTRY %main (tokens: s32[ROWS,1], rows: TYPE[ROWS,WIDTH]) -> TYPE[VOCABULARY,WIDTH] {
+  %tokens = s32[ROWS,1]{1,0} parameter(0)
+  %rows = TYPE[ROWS,WIDTH]{1,0} parameter(1)
+  %zero = TYPE[] constant(0)
+  %zeros = TYPE[VOCABULARY,WIDTH]{1,0} broadcast(%zero), dimensions={}
+  ROOT %scatter = TYPE[VOCABULARY,WIDTH]{1,0} scatter(%zeros, %tokens, %rows), update_window_dims={1}, inserted_window_dims={0},
+    scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add, metadata={op_name="jit(op)/SCOPE/scatter-add"}
+}
+""".replace(",\n    scatter", ", scatter")
+
+
+def seconds_of_gradient(row: dict[str, Any], scope: str = "embedding", unique: bool = False) -> float:
+    sizes = {"ROWS": row["num_tokens"], "WIDTH": row["width"], "VOCABULARY": row["vocabulary"], "SCOPE": scope}
+    text = EMBEDDING.replace("TYPE", {"bfloat16": "bf16", "float32": "f32"}[row["dtype"]])
+    for name, size in sizes.items():
+        text = text.replace(name, str(size))
+    speed = speed_of(load_gpu("h100-80gb")[1])
+    assert speed is not None
+    return predict_step_time(
+        parse(text.replace(", to_apply", ", unique_indices=true, to_apply" * unique or ", to_apply")), speed
+    ).step_s
+
+
+def test_the_gradient_of_an_embedding_takes_as_long_as_on_an_h100():
+    """One number is fitted to tokens of text in bfloat16. They wait for each other, and those of float32 don't."""
+    rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3" / "kernel_tables.json").read_text())["scatter"]
+    found = {(row["dtype"], row["num_tokens"], row["width"]): row for row in rows if row["tokens"] == "as in text"}
+    assert len(found) == 12
+    for row in found.values():
+        assert seconds_of_gradient(row) == pytest.approx(row["kernel_s"], rel=0.4), row
+    row = found["bfloat16", 16384, 768]
+    assert seconds_of_gradient(row, "rows of experts") == seconds_of_gradient(row, unique=True) < 0.2 * row["kernel_s"]
 
 
 def test_collectives_inside_a_node():

@@ -115,6 +115,7 @@ class DeviceSpeed:
         links: What connects several devices. None for one device.
         f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
         tables: Measured kernels of the generation. None if there are none.
+        row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5.
     """
 
     bf16_flops: float
@@ -126,6 +127,7 @@ class DeviceSpeed:
     links: Links | None = None
     f16_flops: float | None = None
     tables: Tables | None = None
+    row_wait_s: float = 0.0
 
     @property
     def has_several(self) -> bool:

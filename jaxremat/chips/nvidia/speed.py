@@ -15,6 +15,9 @@ TENSOR_FLOAT = (8, 0)
 #: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes: half of what it sends is data.
 NCCL = (Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
+#: Fitted to gradients of embeddings on an H100, of 4,096 to 65,536 tokens (python -m experiments.kernel_tables --parts scatter).
+ROW_WAIT_S = 8.2e-10
+
 
 def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
     """The rates of predicted times; None if the peak or a used link's bandwidth is unknown.
@@ -45,4 +48,5 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         calibration=load_calibration(gpu.compute_capability),
         links=links,
         tables=load_tables(gpu.compute_capability),
+        row_wait_s=ROW_WAIT_S,
     )
