@@ -250,7 +250,7 @@ def _elements_written(instruction: Instruction, inside: list[_Operation]) -> int
 
 
 def _rows_added(computation: Computation, instruction: Instruction) -> int:
-    """The rows that an operation adds to others by the tokens, several to the row of a frequent one.
+    """The rows that the gradient of an embedding adds, one for each token.
 
     A GPU adds bfloat16 by comparing and swapping, so that additions to one row wait for each other. float32 is added without.
     """
