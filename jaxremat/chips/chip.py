@@ -168,7 +168,7 @@ class Chip(ABC):
         return False
 
     def passes_to_skip(self, capability: tuple[int, int] | None) -> tuple[str, ...]:
-        """XLA's passes that change a program for a device that isn't here, and not for one of the generation that is."""
+        """XLA's passes that change programs only for devices that aren't here, of a generation."""
         return ()
 
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
