@@ -10,6 +10,7 @@ They say what is trained, for which device, and in which memory.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.session.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import OWN_LOSS
@@ -59,6 +60,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.mesh:
         yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
+    is_default = request.budget_bytes is None and request.flags.mem_fraction == MEM_FRACTION
+    if is_default and target.kind == "deviceless" and target.chip.is_gpu:
+        yield f"          JAX takes {MEM_FRACTION:g} by default; published recipes set 0.85 to 0.98"
     if trials.reserve_bytes is not None:
         outside, needed = target.chip.outside, target.chip.outside_needed
         yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"
