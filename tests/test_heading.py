@@ -64,7 +64,8 @@ def test_a_heading_is_about_the_batch_that_was_requested(batches, shown, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"), [([], True), (["--mem-fraction", "0.9"], False), (["--budget", "20GiB"], False), (["--xla-remat"], True)]
+    ("argv", "said"),
+    [([], True), (["--mem-fraction", "0.9"], False), (["--budget", "20GiB"], False), (["--xla-remat"], True)],
 )
 def test_a_heading_says_what_others_give_jax_beside_the_default(argv, said, h100):
     request = check_run(parse_flags(RunFlags, ["--model", "tiny", "--policy", "dots", "--attention", "xla", *argv]))
