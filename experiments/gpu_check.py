@@ -16,10 +16,10 @@ On one H200 with 16 cores and jax 0.11.2 a trial of gpt2 took 25 s and one of ll
 processes, and 9 to 13 s of 16 cores for the compile, most of it autotuning. A second compile, of `none`, to count recomputation
 took as long. The profile took 31 s, PyTorch's first batch about 25 s, and a plan in both layouts 49 s. So the commands share one
 cache of compiled steps and the count of `none`, and plans are in a scan. On one H100 the whole then took 8 min 29 s with the
-installation of the wheels: all parts had results, but the largest batches, PyTorch's `budget` and unrolled layers weren't reached.
+installation of the wheels. All parts had results; the largest batches, PyTorch's `budget` and unrolled layers weren't reached.
 
-The processes of `bytes` share the device, so their pools grow (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). A pool that grows counts blocks
-that are up to 128 MiB larger than requested. The peaks of the other parts are those of preallocated pools.
+The processes of `bytes` share the device, so their pools grow (`XLA_PYTHON_CLIENT_PREALLOCATE=false`). A pool that grows counts
+blocks that are up to 128 MiB larger than requested. The peaks of the other parts are those of preallocated pools.
 
 `--tiny` runs all parts on a CPU with a model of two layers. Its numbers mean nothing, but it shows that every part works
 before a GPU is there.
