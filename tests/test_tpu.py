@@ -87,7 +87,7 @@ def test_the_layout_of_a_slice(name, num_devices, expected):
 
 @pytest.mark.parametrize(
     ("num_devices", "requested"),
-    [(8, "2x2"), (8, "2x4x1"), (8, "8"), (8, "2*4"), (8, "0x8"), (12, ""), (512, "")],
+    [(8, "2x2"), (8, "2x4x1"), (8, "8"), (8, "2*4"), (8, "0x8"), (12, None), (512, None)],
 )
 def test_a_slice_without_such_a_layout(num_devices, requested):
     with pytest.raises(UsageError) as caught:
@@ -98,6 +98,7 @@ def test_a_slice_without_such_a_layout(num_devices, requested):
 def test_a_slice_is_a_node():
     mesh = parse_mesh("fsdp=16", devices_of_node=chip_of("v6e").devices_of_node, topology="4x4")
     assert mesh == MeshShape(fsdp=16, nodes=1, topology="4x4")
+    assert mesh is not None
     assert axes_of_data(mesh.as_data()) == mesh
     assert "topology" not in MeshShape(fsdp=16).as_data()
     request = check_run(RunFlags(target="v6e", mesh="data=2,fsdp=16", nodes=2, topology="4x4"))
