@@ -115,7 +115,8 @@ class DeviceSpeed:
         links: What connects several devices. None for one device.
         f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
         tables: Measured kernels of the generation. None if there are none.
-        row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5.
+        row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5, as
+            far as that was measured (`MOST_ROWS` of the clock).
     """
 
     bf16_flops: float
