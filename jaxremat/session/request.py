@@ -212,8 +212,9 @@ def without_maxtext(flags: StepFlagsT) -> StepFlagsT:
         (batch and flags.batch, both(f"--batch {','.join(map(str, flags.batch))}", f"per_device_batch_size={batch}"),
          "leave one of them out; without both, the largest batch that fits is searched"),
     )  # fmt: skip
+    text = shlex.join(word for word in words if not word.startswith("per_device_batch_size="))
     batches = flags.batch or ((batch,) if batch else ())
-    return replace(flags, maxtext=None, model=MAXTEXT, model_arg=(f"text={shlex.join(words)}",), batch=batches)
+    return replace(flags, maxtext=None, model=MAXTEXT, model_arg=(f"text={text}",), batch=batches)
 
 
 def requested_model(flags: StepFlags) -> RequestedModel:

@@ -203,18 +203,23 @@ def _class_of(instruction: Instruction, inside: list[_Operation], counts: Execut
     if counts.convolution_flops:
         return "convolution"
     if counts.total:
-        return _matmul_class(instruction, inside, is_thin=counts.total < THIN * (traffic.read + traffic.written))
+        return _class_with_matmul(instruction, inside, counts.total, traffic.read + traffic.written)
     return _class_without_flops(instruction, inside)
 
 
-def _matmul_class(instruction: Instruction, inside: list[_Operation], *, is_thin: bool) -> KernelClass:
+def _class_with_matmul(instruction: Instruction, inside: list[_Operation], flops: int, num_bytes: int) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     if "custom-call" in opcodes and opcodes & {"dynamic-slice", "dynamic-update-slice"}:
         return "library call on slices"
     products = [inner for _, inner in inside if is_matmul(inner)] or [instruction]
-    if max(product.shapes[0].num_elements for product in products) < FEW_TILES * TILE:
+    return matmul_class(max(product.shapes[0].num_elements for product in products), flops, num_bytes)
+
+
+def matmul_class(num_elements: int, flops: int, num_bytes: int) -> KernelClass:
+    """The class of a matmul whose product has `num_elements`."""
+    if num_elements < FEW_TILES * TILE:
         return "small matmul"
-    return "thin matmul" if is_thin else "matmul"
+    return "thin matmul" if flops < THIN * num_bytes else "matmul"
 
 
 def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> KernelClass:

@@ -42,6 +42,8 @@ def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target
             cause="jax.devices() and jax.make_mesh give the devices of this machine",
             next_step=takes_devices,
         )
+    if len({*own}) < len(own):
+        raise UsageError(f"{name} has a mesh that names a device twice", allowed="each device once", next_step=takes_devices)
     if len(own) != len(given):
         raise UsageError(
             f"{name} has a mesh over {len(own)} of the target's {len(given)} devices",
