@@ -11,7 +11,7 @@ from experiments.common import RESULTS
 from jaxremat.chips.speed import PAIRED_ERROR
 from jaxremat.report.meshes import mesh_sentences, meshes_table
 from jaxremat.report.plan import layouts_sentences
-from jaxremat.report.recommend import explanations, recommend_table
+from jaxremat.report.recommend import best_sentences, explanations, recommend_table
 from jaxremat.report.sentences import tied_sentences
 from jaxremat.report.steps import TIED, policy_table
 from jaxremat.trial.details import PlannedLayout
@@ -100,6 +100,14 @@ def test_gpus_of_two_kinds_are_told_apart_by_their_interval(by_cost):
     marked = [rate.startswith(TIED) for rate in cells(table, "cost" if by_cost else "tokens/s\nof all")]
     assert marked == [True, True, False, True, False]
     assert sum(one.startswith(TIED) for one in explanations(rows, by_cost=by_cost)) == 1
+    assert "3" in best_sentences(rows, by_cost=by_cost)[-1].partition(":")[0]
+    assert not any(digit in best_sentences(rows[2:3], by_cost=by_cost)[-1].partition(":")[0] for digit in "123")
+
+
+@pytest.mark.parametrize(("speed", "said"), [(1.08, "not needed"), (1.1, "faster")])
+def test_checkpointing_is_faster_by_more_than_the_error(speed, said):
+    rows = {policy: [step(policy, 8, 0.1 / times, paired_error=0.09)] for policy, times in (("none", 1.0), ("dots", speed))}
+    assert recommendation("m", "h100-80gb", 1, rows).checkpointing == said
 
 
 def test_no_two_steps_that_ran_differ_by_more_than_the_error():
