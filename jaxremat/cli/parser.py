@@ -63,9 +63,10 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
         return values
 
     def parameter(flag: Flag) -> inspect.Parameter:
-        text = bool if flag.kind is bool else tuple[str, ...] if flag.is_several else str
+        # Any, as the converter has made a value of the text, and cyclopts checks it by pydantic where that was imported.
+        text: Any = bool | None if flag.kind is bool else tuple[Any, ...] | None if flag.is_several else Any
         kind: Any = Annotated[text, flag.parameter]
-        return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=flag.default, annotation=kind)
+        return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
     command.__signature__ = inspect.Signature([*map(parameter, flags)])  # pyright: ignore[reportFunctionMemberAccess]
     return App(prog, default_command=command, version_flags=(), help_flags=(), default_parameter=Parameter(negative=""))

@@ -50,6 +50,8 @@ _MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
 _DEVICES_OF_A_NODE = 8
 #: The most devices of a mesh: the next power of two above those of the largest machines of today.
 MAX_DEVICES = 2**17
+#: Gbit/s of a node, some ten times those of a rack of 72 GPUs with an adapter of 800 each.
+MAX_NETWORK_GBPS = 10**6
 _EXAMPLE = "--mesh data=2,fsdp=8"
 
 
@@ -58,9 +60,11 @@ class MeshAxes(abc.ABC):
 
     Attributes:
         nodes: machines over which the devices are spread evenly.
+        network_gbps: Gbit/s that a node sends to others. Its devices share them evenly. None for what the target has.
     """
 
     nodes: int
+    network_gbps: float | None
 
     @property
     @abc.abstractmethod
@@ -125,6 +129,7 @@ class MeshShape(MeshAxes):
         tensor: size of the axis `tensor`.
         expert: size of the axis `expert`.
         nodes: machines over which the devices are spread evenly.
+        network_gbps: as in `MeshAxes`.
     """
 
     data: int = 1
@@ -132,6 +137,7 @@ class MeshShape(MeshAxes):
     tensor: int = 1
     expert: int = 1
     nodes: int = 1
+    network_gbps: float | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -158,7 +164,7 @@ class MeshShape(MeshAxes):
         return self.num_devices // self.tensor
 
     def as_data(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -172,12 +178,14 @@ class OwnAxes(MeshAxes):
         of_batch: the axes that divide an array of the batch.
         of_params: the axes that divide a parameter, or an array of the optimizer's state.
         nodes: machines over which the devices are spread evenly.
+        network_gbps: as in `MeshAxes`.
     """
 
     named: tuple[tuple[str, int], ...]
     of_batch: tuple[str, ...] = ()
     of_params: tuple[str, ...] = ()
     nodes: int = 1
+    network_gbps: float | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -200,7 +208,8 @@ class OwnAxes(MeshAxes):
         return 1
 
     def as_data(self) -> dict[str, Any]:
-        return {"axes": dict(self.named), "nodes": self.nodes}
+        network = {} if self.network_gbps is None else {"network_gbps": self.network_gbps}
+        return {"axes": dict(self.named), "nodes": self.nodes, **network}
 
 
 def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
@@ -213,16 +222,18 @@ def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
 
     if "axes" not in data:
         return msgspec.convert(data, MeshShape)
-    return OwnAxes(
-        tuple(msgspec.convert(data["axes"], dict[str, int]).items()), nodes=msgspec.convert(data.get("nodes", 1), int)
-    )
+    named = tuple(msgspec.convert(data["axes"], dict[str, int]).items())
+    network_gbps = msgspec.convert(data.get("network_gbps"), float | None)
+    return OwnAxes(named, nodes=msgspec.convert(data.get("nodes", 1), int), network_gbps=network_gbps)
 
 
 ONE_DEVICE = MeshShape()
 
 
-def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
-    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for.
+def parse_mesh(
+    text: str | None, devices: int | None = None, nodes: int | None = None, network_gbps: float | None = None
+) -> MeshShape | None:
+    """The mesh that the flags `--mesh`, `--devices`, `--nodes` and `--network-gbps` request.
 
     None for one device, if no flag was given.
 
@@ -255,7 +266,7 @@ def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None =
         raise _bad_mesh(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
-    return MeshShape(**sizes, nodes=num_nodes)
+    return MeshShape(**sizes, nodes=num_nodes, network_gbps=network_gbps)
 
 
 def _fewest_nodes(num_devices: int) -> int:

@@ -29,6 +29,8 @@ _NOT_KERNELS = re.compile(
 )
 _NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
 _MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "copy-start", "tuple", "get-tuple-element", "reshape"})
+#: The scope of an embedding, as the names of libraries have it: `embed_tokens`, `token_embedder`, `wte`.
+_EMBEDDING = re.compile("emb|wte|vocab", re.IGNORECASE)
 #: What computes the place of a slice.
 _INDICES = frozenset(
     {"compare", "add", "subtract", "multiply", "select", "convert", "broadcast", "clamp", "minimum", "maximum"}
@@ -61,6 +63,7 @@ class Kernel:
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
         elements_written: Elements that a loop fusion writes into slices of larger buffers; 0 for any other kernel.
+        rows_added: Rows that the gradient of an embedding adds in bfloat16, one a token; 0 for any other kernel.
         count: Launches per step: the product of the trip counts of the loops around the kernel.
         collective: What a collective sends to other devices. Its bytes aren't counted as those of device memory. None for any
             other kernel.
@@ -81,6 +84,7 @@ class Kernel:
     collective: Collective | None = None
     product: Product | None = None
     attention: Attention | None = None
+    rows_added: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +181,7 @@ def _kernel(
         if counts.matmul_flops
         else None,
         attention=next(filter(None, (attention_of(*one) for one in inside)), None) if counts.attention_flops else None,
+        rows_added=sum(_rows_added(*one) for one in inside),
     )
 
 
@@ -247,6 +252,23 @@ def _elements_written(instruction: Instruction, inside: list[_Operation]) -> int
         fused.by_name[inner.operands[1]].num_elements for fused, inner in inside if inner.opcode == "dynamic-update-slice"
     ]
     return max(updates, default=0)
+
+
+def _rows_added(computation: Computation, instruction: Instruction) -> int:
+    """The rows that the gradient of an embedding adds, one for each token.
+
+    A GPU adds bfloat16 by comparing and swapping, so that additions to one row wait for each other. float32 is added without.
+    """
+    if (
+        instruction.opcode != "scatter"
+        or instruction.shapes[0].dtype != "bf16"
+        or "unique_indices=true" in instruction.attrs
+    ):
+        return 0
+    by_row = len(instruction.dims_attr("scatter_dims_to_operand_dims")) == 1
+    return (
+        computation.by_name[instruction.operands[1]].num_elements if by_row and _EMBEDDING.search(instruction.op_name) else 0
+    )
 
 
 def _matmul_dtype(
