@@ -110,18 +110,12 @@ def test_checkpointing_is_faster_by_more_than_the_error(speed, said):
     assert recommendation("m", "h100-80gb", 1, rows).checkpointing == said
 
 
-def test_no_two_steps_that_ran_differ_by_more_than_the_error():
+def test_the_error_between_two_steps_is_the_largest_that_was_seen():
     """Measured over predicted times of one model: policies on a GPU, and meshes and numbers of GPUs of published steps."""
-
-    def of(file: str, part: str) -> list[dict[str, Any]]:
-        return json.loads((RESULTS / f"{file}.json").read_text())[part]
-
-    of_h100 = [row for row in of("nvidia-h100-80gb-hbm3/gpu_check-speed", "speed") if row["at"] == "same batch"]
-    groups = [[row["step_s"] / row[name] for row in of_h100] for name in ("predicted_s", "predicted_here_s")]
-    of_h200 = of("nvidia-h200/steps", "steps")
-    groups.append([row["step_s"] / row["predicted_s"] for row in of_h200 if row["model"] == "llama3.2-1b"])
-    published = of("h100-80gb/published", "steps")
-    for name in ("h100-l2-70b-", "h100-l3-70b-", "h100-5b-"):
-        groups.append([1 + row["longer"] for row in published if row["name"].startswith(name)])
-    assert [len(ratios) for ratios in groups] == [4, 4, 3, 4, 2, 4]
-    assert all(max(ratios) / min(ratios) - 1 < PAIRED_ERROR for ratios in groups)
+    published = json.loads((RESULTS / "h100-80gb" / "published.json").read_text())
+    names = ("h100-gpt2-", "h200-llama-", "h100-l2-70b-", "h100-l3-70b-", "h100-5b-")
+    rows = [*published["alone"], *published["steps"]]
+    groups = [[1 + row["longer"] for row in rows if row["name"].startswith(name)] for name in names]
+    assert [len(ratios) for ratios in groups] == [4, 3, 4, 2, 4]
+    largest = max(max(ratios) / min(ratios) - 1 for ratios in groups)
+    assert PAIRED_ERROR - 0.01 < largest < PAIRED_ERROR
