@@ -35,9 +35,9 @@ Shares = tuple[tuple[KernelClass, float], ...]
 #: published steps. `python -m experiments.published` compares them.
 SEVERAL_GPUS = (-0.09, 0.15)
 #: How far two predicted steps of one model on GPUs of one kind may be off beside each other, as a share: the largest difference
-#: of measured over predicted times, rounded up. Between policies it is 8.8 % for gpt2 on an H100, of which 4.7 % are left if the
-#: steps are predicted from the programs that ran, and 4.0 % for llama3.2-1b on an H200. Between meshes and numbers of GPUs it
-#: is 3.8 %, of published steps.
+#: of measured over predicted times, rounded up. Of the steps in `experiments.published`, it is 8.1 % between policies of gpt2 on
+#: an H100, of which 4.7 % are left if the steps are predicted from the programs that ran, 4.0 % between those of llama3.2-1b on
+#: an H200, and 3.8 % between meshes and numbers of H100s.
 PAIRED_ERROR = 0.09
 
 
