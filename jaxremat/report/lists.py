@@ -92,7 +92,8 @@ def targets() -> Listing:
     ]
     for name in bundled_names():
         _, gpu = describe(name)
-        numbers = (gpu.device_memory_size, ".".join(map(str, gpu.compute_capability)), gpu.peak_bf16_flops)
+        capability = ".".join(map(str, gpu.compute_capability)) if gpu.compute_capability else None
+        numbers = (gpu.device_memory_size, capability, gpu.peak_bf16_flops)
         rows.append({"target": name, "device": gpu.description, **dict(zip(titles, numbers, strict=True))})
     shows = {"memory_bytes": gib, "peak_bf16_flops": lambda flops: number(flops, unit=1e12)}
     return Listing("target", "targets", rows, titles, shows, left=2)

@@ -60,7 +60,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.mesh:
         yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
-    is_default = request.budget_bytes is None and request.flags.mem_fraction == MEM_FRACTION
+    is_default = request.budget_bytes is None and request.flags.mem_fraction in (None, target.chip.mem_fraction)
     if is_default and target.kind == "deviceless" and target.chip.is_gpu:
         yield f"          JAX takes {MEM_FRACTION:g} by default; published recipes set 0.85 to 0.98"
     if trials.reserve_bytes is not None:

@@ -12,7 +12,10 @@ from jaxremat.mesh.axes import MeshShape
 
 
 class Tpu(Chip):
-    """Google's TPUs. Their compiler itself rejects a program that is too large, and says how large it is."""
+    """Google's TPUs.
+
+    Their compiler itself rejects a program that is too large, and says how large it is.
+    """
 
     platform = "tpu"
     title = "TPU"

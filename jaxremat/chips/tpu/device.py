@@ -1,7 +1,8 @@
 """Describes a TPU, from a bundled data file, and chooses the layout of its chips.
 
-JAX counts devices, and a TPU has chips. A chip of v4 or tpu7x is two devices, and one of v5e, v5p or v6e is one. A slice is the
-chips that links of their own connect: in two dimensions for v5e and v6e, and in three for the others. Its layout is `2x4`, say.
+JAX counts devices, and a TPU has chips. A chip of v4 or tpu7x is two devices, and one of v5e, v5p or v6e is one. A slice is
+the chips that links of their own connect: in two dimensions for v5e and v6e, and in three for the others. Its layout is
+`2x4`, say.
 
     layout_of(load_tpu("v6e")[1], 8)      # "2x4"
     layout_of(load_tpu("tpu7x")[1], 8)    # "2x2x1": 4 chips
@@ -106,9 +107,10 @@ def _example(tpu: TpuDescription, num_chips: int) -> str:
 
 
 def _chosen(dimensions: int, num_chips: int) -> str:
-    """The layout of a power of two of chips: `2x4` for 8, or `2x2x1` and `2x4x4` in three dimensions.
+    """The layout of a power of two of chips.
 
-    Those are the layouts of the slices that Google Cloud has, and the halves of the smallest.
+    It is `2x4` for 8, or `2x2x2` in three dimensions. Those are the layouts of the slices that Google Cloud has, and the
+    halves of the smallest.
     """
     bits = num_chips.bit_length() - 1
     sizes = sorted(2 ** ((bits + place) // dimensions) for place in range(dimensions))

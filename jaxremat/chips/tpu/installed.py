@@ -1,4 +1,7 @@
-"""Checks the libtpu that is installed: XLA's compiler of TPUs, in the version that JAX names."""
+"""Checks the libtpu that is installed.
+
+It is XLA's compiler of TPUs, and JAX names the version.
+"""
 
 import importlib.metadata
 import re

@@ -1,7 +1,7 @@
 """JAX's devices for TPUs that aren't here, from libtpu's topologies.
 
 libtpu is loaded once in a process. It looks for a TPU of this machine then, and for the others of a slice. The variables of
-`_ENVIRONMENT` keep it from asking, from printing what it doesn't find, and from holding a lock that other processes need. It
+`_ENVIRONMENT` stop it from asking, from printing what it doesn't find, and from holding a lock that other processes need. It
 takes the process's handlers of signals, which are given back.
 """
 
@@ -59,7 +59,10 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """A context after which signals have the handlers that Python gave them before. Only the main thread can set them."""
+    """A context after which signals have the handlers that Python gave them before.
+
+    Only the main thread can set them.
+    """
     ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     with contextlib.suppress(ValueError):
