@@ -77,18 +77,23 @@ class Trials:
         train: the training step. With a `global_batch`, its `accumulate` follows from the batch.
         target: what the step is compiled for.
         budget_bytes: bytes that a step may take on the device.
-        global_batch: samples of a step in each data-parallel group, in microbatches of any batch. None where the batch
-        decides. xla_remat: whether XLA's own rematerialization pass runs. num_warmup: steps that aren't timed. num_steps:
-        steps that are timed. measures: whether steps are run in this process. False where another process does that.
-        budget_terms: how the budget is made up, in words. pool_bytes: the size of the allocator's pool in a job. None where
-        it isn't known. limit_bytes: the bytes that XLA lets a step take, where it rejects larger ones. None for what the
-        device has. own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
-        xla_preset: the preset of XLA's options, of `xla/options.py`. options: further options of XLA's compiler. keep_dump:
-        whether XLA's dump of the program is read, for a map of the memory. before: the driver's reading from before this
-        process began with the device. None where none was taken. steps: the compiled steps, by all that decides them but the
-        batch. on_compile: called before each compile with the policy and the batch. on_base: called with the batch before a
-        step is compiled under `none`, from which recomputation is counted. on_step: called before each measured step with
-        the batch and the number of the step, from 0.
+        global_batch: samples of a step in each data-parallel group, in microbatches of any batch. None where the batch decides.
+        xla_remat: whether XLA's own rematerialization pass runs.
+        num_warmup: steps that aren't timed.
+        num_steps: steps that are timed.
+        measures: whether steps are run in this process. False where another process does that.
+        budget_terms: how the budget is made up, in words.
+        pool_bytes: the size of the allocator's pool in a job. None where it isn't known.
+        limit_bytes: the bytes that XLA lets a step take, where it rejects larger ones. None for what the device has.
+        own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
+        xla_preset: the preset of XLA's options, of `xla/options.py`.
+        options: further options of XLA's compiler.
+        keep_dump: whether XLA's dump of the program is read, for a map of the memory.
+        before: the driver's reading from before this process began with the device. None where none was taken.
+        steps: the compiled steps, by all that decides them but the batch.
+        on_compile: called before each compile with the policy and the batch.
+        on_base: called with the batch before a step is compiled under `none`, from which recomputation is counted.
+        on_step: called before each measured step with the batch and the number of the step, from 0.
     """
 
     factory: WorkloadFactory
@@ -130,8 +135,8 @@ class Trials:
     def batches(self, max_batch: int | None) -> Sequence[int]:
         """The batches to choose among, in rising order: with a `global_batch`, its divisors.
 
-        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of
-        them. On a mesh that the workload has brought they are those that its axes divide.
+        Without a `max_batch` they end where a workload that is given as arrays, and not as shapes, has too many bytes of them. On
+        a mesh that the workload has brought they are those that its axes divide.
 
         Raises:
             UsageError: there are none, as the axes divide only larger batches.
@@ -337,11 +342,10 @@ class Trials:
         return self.target.chip.options.memory_limit is not None
 
     def early_bytes(self, policy: Policy, batch: int) -> int:
-        """The total bytes of a step, by what XLA says of it under a limit.
+        """The total bytes of a step, by what XLA says of it under a limit: the bytes of its state.
 
-        The limit is the bytes of its state. That is a guess and no proof. XLA makes another schedule where it has more
-        memory, which may take a third more, or a fifth less. Where XLA says nothing early, and for a step that is compiled,
-        the bytes are those of `compile`.
+        That is a guess and no proof. XLA makes another schedule where it has more memory, which may take a third more, or a fifth
+        less. Where XLA says nothing early, and for a step that is compiled, the bytes are those of `compile`.
 
         Raises:
             CompileError: XLA rejected the step, and not as too large.

@@ -6,13 +6,12 @@ No other module lowers or compiles. An example::
     done.memory.total_bytes  # 42949672960
 
 XLA:GPU has a rematerialization pass of its own. The pass changes the program, without any message, if the program comes near
-the size of the allocator's pool. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat` is
-set. As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
+the size of the allocator's pool. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat` is set.
+As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
 
-XLA:GPU never fails for lack of memory. It compiles a program that needs a terabyte. XLA's compiler of TPUs rejects a program
-that is too large for the device, and says what it needs. That is an answer: a `Compilation` that `is_too_large`, with these
-bytes and without a program. With a lower limit of `limit_bytes` the answer comes after the scheduling, in a fraction of the
-time.
+XLA:GPU never fails for lack of memory. It compiles a program that needs a terabyte. XLA's compiler of TPUs rejects a program that
+is too large for the device, and says what it needs. That is an answer: a `Compilation` that `is_too_large`, with these bytes and
+without a program. With a lower limit of `limit_bytes` the answer comes after the scheduling, in a fraction of the time.
 """
 
 import contextlib
@@ -71,9 +70,9 @@ class Compilation:
         mesh: the devices that the program runs on. The memory is that of one of them.
         disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
-        num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped
-        (`xla/elsewhere.py`). is_too_large: whether XLA rejected the program as too large. There is no program then, and
-        `memory` has the bytes that it needs and nothing else.
+        num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped (`xla/elsewhere.py`).
+        is_too_large: whether XLA rejected the program as too large. There is no program then, and `memory` has the bytes that it
+            needs and nothing else.
     """
 
     memory: CompiledMemory
@@ -153,22 +152,26 @@ def lower_and_compile(
 
     Args:
         function: a function that JAX can trace, or an already jitted function. A jitted function has its own donation.
-        args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Shapes and dtypes are read, and on a mesh each
-        array's own `NamedSharding`. target: a `Target` or its name. None takes the attached GPU, or the default deviceless
-        target if there is no GPU. donate_argnums: indices of the arguments whose memory the outputs may reuse. xla_remat:
-        whether XLA's own rematerialization pass may run. It acts as in a job whose allocator has 0.75 of the GPU's memory,
-        or the pool of `in_pool`. keep_dump: whether to read XLA's files about the program's buffers, for
-        `Compilation.memory_map`. options: further XLA compiler options. They win over the options that this package sets.
-        suggest: whether to try a rejected program once more with the other kind of matmul kernels (`xla/options.py`). If
-        that compiles, the error names the flag. shardings: on a target of several devices, the shardings of the arguments
-        and of the results. By default an argument with a `NamedSharding` of its own is sharded so, and any other is
-        replicated. XLA then chooses the results' if an argument is sharded. limit_bytes: whole MiB that a program may take
-        where XLA rejects larger ones (`CompilerOptions.memory_limit`). None takes what the device has.
+        args: the arguments, or a `jax.ShapeDtypeStruct` for each array. Shapes and dtypes are read, and on a mesh each array's
+            own `NamedSharding`.
+        target: a `Target` or its name. None takes the attached GPU, or the default deviceless target if there is no GPU.
+        donate_argnums: indices of the arguments whose memory the outputs may reuse.
+        xla_remat: whether XLA's own rematerialization pass may run. It acts as in a job whose allocator has 0.75 of the GPU's
+            memory, or the pool of `in_pool`.
+        keep_dump: whether to read XLA's files about the program's buffers, for `Compilation.memory_map`.
+        options: further XLA compiler options. They win over the options that this package sets.
+        suggest: whether to try a rejected program once more with the other kind of matmul kernels (`xla/options.py`). If that
+            compiles, the error names the flag.
+        shardings: on a target of several devices, the shardings of the arguments and of the results. By default an argument
+            with a `NamedSharding` of its own is sharded so, and any other is replicated. XLA then chooses the results' if an
+            argument is sharded.
+        limit_bytes: whole MiB that a program may take where XLA rejects larger ones (`CompilerOptions.memory_limit`). None takes
+            what the device has.
 
     Raises:
         UsageError: the program says that arrays lie on devices that aren't the target's.
-        CompileError: XLA or a library rejected the program. The message names the instruction and the reason. Or XLA
-        compiled the program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
+        CompileError: XLA or a library rejected the program. The message names the instruction and the reason. Or XLA compiled the
+            program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
     target = target if isinstance(target, Target) else load_target(target)
@@ -314,8 +317,9 @@ def _limit_bytes(target: Target, options: Mapping[str, Any]) -> int | None:
 def _needed(result: XlaResult, limit_bytes: int) -> int:
     """The bytes that XLA compares with its limit for a program that it has compiled.
 
-    They are its buffers on the device, and its code. XLA says them of a program that it rejects, and then they are the same.
-    The program is within the limit, whatever is rounded.
+    They are its buffers on the device, and its code.
+
+    XLA says them of a program that it rejects, and then they are the same. The program is within the limit, whatever is rounded.
     """
     assert result.dump is not None
     buffers = (

@@ -2,17 +2,16 @@
 
 It compares twice. The first time is after the scheduling, with the bytes of the program's buffers on the device:
 
-    RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (33.12G) exceeds available
-    HBM (31.25G).
+    RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (33.12G) exceeds available HBM
+    (31.25G).
 
-In spite of the words, arguments and results are among them. The second time is at the end, when the size of the code is
-known:
+In spite of the words, arguments and results are among them. The second time is at the end, when the size of the code is known:
 
-    RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm.
-    Used 534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
+    RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used
+    534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
 
-A table of the largest buffers follows there. libtpu 0.0.50 begins both with `E1000: CompileTimeHbmOom:`, and ends the first
-with the module's name. What is offloaded to the host is in neither number. A number has two decimals.
+A table of the largest buffers follows there. libtpu 0.0.50 begins both with `E1000: CompileTimeHbmOom:`, and ends the first with
+the module's name. What is offloaded to the host is in neither number. A number has two decimals.
 """
 
 import re
@@ -31,7 +30,8 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def needed_bytes(text: str) -> int | None:
     """The bytes that a program needs by XLA's words, to a hundredth of their unit.
 
-    None for other words. `needed_bytes("... HLO temporaries (33.12G) exceeds available HBM (31.25G).")` is 35562329211.
+    None for other words.
+    `needed_bytes("... HLO temporaries (33.12G) exceeds available HBM (31.25G).")` is 35562329211.
     """
     said = next(filter(None, (form.fullmatch(text) for form in _TOO_LARGE)), None)
     return _bytes(said[1]) if said else None
