@@ -164,7 +164,9 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         predicted_interval=speed.interval if speed else None,
         paired_error=speed.paired_error if speed else None,
         num_xla_remat=compilation.num_xla_remat,
-        xla_remat_above_bytes=None if trials.xla_remat else remat_limit(memory, trials.pool_bytes),
+        xla_remat_above_bytes=None
+        if trials.xla_remat or trials.speaks_early  # there the pass is part of what XLA says
+        else remat_limit(memory, trials.pool_bytes),
         findings=found,
         kept=saved_and_recomputed(compilation),
     )
