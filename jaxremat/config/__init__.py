@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
-from jaxremat.chips.catalog import ATTACHED
-from jaxremat.chips.chip import Attention
+from jaxremat.chips.catalog import ATTACHED, Attention
 from jaxremat.errors import UsageError, bad_value, both
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -134,6 +133,7 @@ class ModelConfig:
     attention: Attention = _help(
         "auto", f"auto takes {ATTACHED.attention.title}'s fused kernel where it compiles for the target"
     )
+    attention_block: int = _help(512, "tokens of a block of splash attention, or fewer where that doesn't divide them")
     scan_layers: bool = _help(
         True,
         "layers scanned over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
@@ -29,7 +28,7 @@ from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
-from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
+from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul, kind_of_call
 from jaxremat.xla.lint_input import (
     LintInput,
     Remedies,
@@ -175,7 +174,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not 0 < backward < forward or not saves_something or saver is None:
         return
-    spent = _flops(facts.module, lambda i: call_kind(i.custom_call_target) == "attention")
+    spent = _flops(facts.module, lambda i: kind_of_call(i) == "attention")
     again = spent * (forward - backward) // forward
     share = 100 * again / flops.total
     yield Finding(
