@@ -218,7 +218,7 @@ def saying(pattern: str) -> Callable[[Path], bool]:
 #: What only some files do. A name that ends in `/` is a folder.
 ALONE = [
     (saying(r"\.lower\(lowering_platforms|\.compile\(compiler_options"), "xla/compile.py"),
-    (lambda path: any("topologies" in name for name in imports(path)), "chips/nvidia/topology.py"),
+    (lambda path: any("topologies" in name for name in imports(path)), "chips/nvidia/topology.py chips/tpu/topology.py"),
     (calling(r"nn\.remat.*"), "policy/linen.py"),
     (calling(r"jax\.checkpoint"), "policy/apply.py policy/stack.py"),
     # cli/machine/probe.py is a process of its own, whose output its parent reads.
@@ -228,7 +228,7 @@ ALONE = [
         "cli/command.py "
         "cli/main.py cli/parser.py cli/machine/probe.py report/printer.py system/interrupt.py",
     ),
-    (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py"),
+    (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py chips/tpu/topology.py"),
     (calling(r"subprocess\.Popen", r"os\.killpg"), "system/process.py"),
     (importing("pickle", "marshal", "shelve", "dill"), ""),
     (calling(r".*config\.update.*"), "xla/compile.py"),  # for the time of a compile, against JAX's own cache

@@ -299,5 +299,7 @@ def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
 def test_matrices_are_padded_only_where_xla_does_so_on_the_device(h100):
     """Rows of 257 values would be padded to 264 where a matmul can't be a Triton fusion, as on a T4."""
     x, y = (jax.ShapeDtypeStruct((256, 257), "float16"), jax.ShapeDtypeStruct((257, 256), "float16"))
-    padded = {target.name: "264" in lower_and_compile(jnp.dot, (x, y), target).hlo_text for target in (h100, load_target("t4"))}
+    padded = {
+        target.name: "264" in lower_and_compile(jnp.dot, (x, y), target).hlo_text for target in (h100, load_target("t4"))
+    }
     assert padded == {"h100-80gb": False, "t4": True}

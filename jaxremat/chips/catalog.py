@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from jaxremat.chips.chip import CallKind, Chip, Description, FusedAttention
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.nvidia.chip import NVIDIA
+from jaxremat.chips.tpu.chip import TPU
 from jaxremat.errors import UsageError
 
-CHIPS: tuple[Chip, ...] = (NVIDIA, CPU)
+CHIPS: tuple[Chip, ...] = (NVIDIA, TPU, CPU)
 #: The chip that `--target gpu` is.
 ATTACHED: Chip = NVIDIA
 DEFAULT_DEVICELESS = "h100-80gb"
@@ -33,10 +34,12 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def chip_of(name_or_path: str) -> Chip:
-    """The chip of a bundled device, or of a text file.
+    """The chip of a bundled device, of `cpu`, or of a text file.
 
     Text files describe devices of the chip that `--target gpu` is.
     """
+    if name_or_path == CPU.platform:
+        return CPU
     return next((chip for chip in CHIPS if name_or_path in chip.names()), ATTACHED)
 
 

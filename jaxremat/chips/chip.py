@@ -5,16 +5,6 @@ it, or several, and everything else asks `target.chip`. No module outside of `ch
 maker is a module with its `Chip`, a TOML for each device, and a row in `chips/catalog.py`.
 
 This module loads no JAX, because flags are checked before JAX is imported.
-
-A TPU has its place here. What it needs, as seen with libtpu and no TPU:
-
-* `topology`: names such as `v5p:2x2x2`, two devices a chip on some, and `JAX_PLATFORMS=cpu` beside `TPU_SKIP_MDS_QUERY=1`.
-* Another rule of what fits. XLA itself compares the bytes with the device's, and rejects a program that is too large with the
-  bytes that it needs. So the rejection is an answer and not an error, and no field of the memory analysis is that number.
-  `CompiledMemory.total_bytes` is the rule of GPUs and CPUs.
-* Predicted times: each fusion has `estimated_cycles` in its `backend_config`. Attention kernels and collectives have none.
-* Fused attention: splash attention, a `tpu_custom_call` whose results have a checkpoint name of their own.
-* Options of its own. They change what fits, and a program with them takes minutes to compile.
 """
 
 from abc import ABC, abstractmethod
@@ -23,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from jaxremat.errors import JaxrematError, TargetError
+from jaxremat.mesh.axes import DEVICES_OF_NODE
 
 if TYPE_CHECKING:
     from jaxremat.chips.speed import DeviceSpeed
@@ -58,8 +49,8 @@ class Description(Protocol):
         ...
 
     @property
-    def compute_capability(self) -> tuple[int, int]:
-        """Its generation, such as (9, 0)."""
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Its generation, such as (9, 0). None where the maker has no such numbers."""
         ...
 
     @property
@@ -157,6 +148,8 @@ class CompilerOptions:
         matmuls: the one that chooses the kernels of matmuls.
         presets: the options of each `--xla-preset`, by its name.
         pool_presets: the presets under which XLA's program depends on the size of the allocator's pool.
+        memory_limit: the name of the one with the MiB that a program may take. XLA rejects a larger program, with the bytes that
+            it needs (`Chip.needed_bytes`). None where XLA compiles programs of any size.
     """
 
     deviceless: Mapping[str, Any] = field(default_factory=dict)
@@ -166,6 +159,7 @@ class CompilerOptions:
     matmuls: MatmulSwitch | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pool_presets: Collection[str] = ()
+    memory_limit: str | None = None
 
 
 class Chip(ABC):
@@ -182,6 +176,8 @@ class Chip(ABC):
         with_workspace: the targets of calls whose last result may be a workspace (a regular expression), or None.
         outside: what a process takes of a device beside the allocator's pool, in words.
         outside_needed: how much that is on a mesh, as far as it is known, in words.
+        mem_fraction: the share of a device's memory that a step may take by default.
+        devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
     """
 
     platform: str
@@ -193,6 +189,8 @@ class Chip(ABC):
     with_workspace: str | None = None
     outside: str = ""
     outside_needed: str = ""
+    mem_fraction: float = MEM_FRACTION
+    devices_of_node: int | None = DEVICES_OF_NODE
 
     @abstractmethod
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
@@ -203,7 +201,7 @@ class Chip(ABC):
         return False
 
     def passes_to_skip(self, capability: tuple[int, int] | None) -> tuple[str, ...]:
-        """XLA's passes that change a program for a device that isn't here, and not for one of the generation that is."""
+        """XLA's passes that change programs only for devices that aren't here, of a generation."""
         return ()
 
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
@@ -220,6 +218,13 @@ class Chip(ABC):
         """The cause and the next step of a program that the chip can't run, by XLA's words.
 
         None if they aren't known.
+        """
+        return None
+
+    def needed_bytes(self, text: str) -> int | None:
+        """The bytes that a program needs which XLA rejected as too large, by XLA's words.
+
+        None for other words.
         """
         return None
 

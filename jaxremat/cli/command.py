@@ -123,8 +123,8 @@ def step_command(
 def set_up_process(flags: StepFlags) -> None:
     """Sets, before JAX is imported, which platform JAX may use, and whether XLA prints its log.
 
-    A variable that the user has set stays as it is. Apart from `leave_memory_to_others` and `--fresh`, nothing else edits the
-    environment.
+    A variable that the user has set stays as it is. Apart from `leave_memory_to_others`, `--fresh` and
+    what libtpu reads when it is loaded (`chips/tpu/topology.py`), nothing else edits the environment.
     """
     if not flags.verbose:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -47,7 +47,8 @@ _OTHERS = (
     "autoregressive",
 )
 _MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
-_DEVICES_OF_A_NODE = 8
+#: The devices of a node, where nothing else is said.
+DEVICES_OF_NODE = 8
 #: The most devices of a mesh: the next power of two above those of the largest machines of today.
 MAX_DEVICES = 2**17
 _EXAMPLE = "--mesh data=2,fsdp=8"
@@ -57,10 +58,12 @@ class MeshAxes(abc.ABC):
     """The axes of a mesh and what they divide.
 
     Attributes:
-        nodes: machines over which the devices are spread evenly.
+        nodes: machines over which the devices are spread evenly; slices, of TPUs.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
     """
 
     nodes: int
+    topology: str
 
     @property
     @abc.abstractmethod
@@ -124,7 +127,8 @@ class MeshShape(MeshAxes):
         fsdp: size of the axis `fsdp`.
         tensor: size of the axis `tensor`.
         expert: size of the axis `expert`.
-        nodes: machines over which the devices are spread evenly.
+        nodes: machines over which the devices are spread evenly; slices, of TPUs.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
     """
 
     data: int = 1
@@ -132,6 +136,7 @@ class MeshShape(MeshAxes):
     tensor: int = 1
     expert: int = 1
     nodes: int = 1
+    topology: str = ""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -158,7 +163,7 @@ class MeshShape(MeshAxes):
         return self.num_devices // self.tensor
 
     def as_data(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -171,13 +176,15 @@ class OwnAxes(MeshAxes):
         named: the name and the size of each axis, in the order of the mesh.
         of_batch: the axes that divide an array of the batch.
         of_params: the axes that divide a parameter, or an array of the optimizer's state.
-        nodes: machines over which the devices are spread evenly.
+        nodes: machines over which the devices are spread evenly; slices, of TPUs.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
     """
 
     named: tuple[tuple[str, int], ...]
     of_batch: tuple[str, ...] = ()
     of_params: tuple[str, ...] = ()
     nodes: int = 1
+    topology: str = ""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -200,7 +207,7 @@ class OwnAxes(MeshAxes):
         return 1
 
     def as_data(self) -> dict[str, Any]:
-        return {"axes": dict(self.named), "nodes": self.nodes}
+        return {"axes": dict(self.named), "nodes": self.nodes} | ({"topology": self.topology} if self.topology else {})
 
 
 def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
@@ -214,20 +221,30 @@ def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
     if "axes" not in data:
         return msgspec.convert(data, MeshShape)
     return OwnAxes(
-        tuple(msgspec.convert(data["axes"], dict[str, int]).items()), nodes=msgspec.convert(data.get("nodes", 1), int)
+        tuple(msgspec.convert(data["axes"], dict[str, int]).items()),
+        nodes=msgspec.convert(data.get("nodes", 1), int),
+        topology=msgspec.convert(data.get("topology", ""), str),
     )
 
 
 ONE_DEVICE = MeshShape()
 
 
-def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None = None) -> MeshShape | None:
+def parse_mesh(
+    text: str | None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    *,
+    devices_of_node: int | None = DEVICES_OF_NODE,
+    topology: str = "",
+) -> MeshShape | None:
     """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for.
 
     None for one device, if no flag was given.
 
-    `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. A node has at most 8
-    devices, unless `nodes` says otherwise. `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
+    `--devices 8` alone is `fsdp=8`. An axis of size -1 takes the devices that the other axes leave. A node has at most
+    `devices_of_node`, unless `nodes` says otherwise; None is one node.
+    `ici_fsdp_parallelism=8,dcn_data_parallelism=2` is `data=2,fsdp=8` on 2 nodes.
 
     Raises:
         UsageError: an axis that isn't known, or sizes that don't go together.
@@ -250,17 +267,17 @@ def parse_mesh(text: str | None, devices: int | None = None, nodes: int | None =
             "a mesh of as many devices",
             "leave --devices out, or give one axis the size -1",
         )
-    num_nodes = nodes or (of_nodes if of_nodes > 1 else _fewest_nodes(num_devices))
+    num_nodes = nodes or (of_nodes if of_nodes > 1 else _fewest_nodes(num_devices, devices_of_node or num_devices))
     if num_devices % num_nodes:
         raise _bad_mesh(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
-    return MeshShape(**sizes, nodes=num_nodes)
+    return MeshShape(**sizes, nodes=num_nodes, topology=topology)
 
 
-def _fewest_nodes(num_devices: int) -> int:
-    """The fewest nodes that have equally many devices, and at most 8 each."""
-    return next(n for n in range(math.ceil(num_devices / _DEVICES_OF_A_NODE), num_devices + 1) if num_devices % n == 0)
+def _fewest_nodes(num_devices: int, devices_of_node: int) -> int:
+    """The fewest nodes that have equally many devices, and at most `devices_of_node` each."""
+    return next(n for n in range(math.ceil(num_devices / devices_of_node), num_devices + 1) if num_devices % n == 0)
 
 
 def _axis_sizes(text: str) -> tuple[dict[str, int], int]:

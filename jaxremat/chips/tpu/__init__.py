@@ -1,1 +1,1 @@
-"""TPUs."""
+"""Google's TPUs."""

@@ -7,6 +7,7 @@ again.
 XLA doesn't divide a kernel over devices. On a mesh each device therefore computes its own sequences and heads in a `shard_map`.
 """
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -109,14 +110,16 @@ def _kernel(length: int, num_heads: int, window: int, softcap: float, block: int
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    shape, sizes = (length, length), (block,) * 8
+    shape = (length, length)
+    of_block = (one.name for one in dataclasses.fields(splash_attention_kernel.BlockSizes) if one.name.startswith("block_"))
+    sizes: dict[str, Any] = dict.fromkeys(of_block, block)
     mask = splash_attention_mask.CausalMask(shape)
     if window:
         mask = splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
     with jax.ensure_compile_time_eval():
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * num_heads),
-            block_sizes=splash_attention_kernel.BlockSizes(*sizes),
+            block_sizes=splash_attention_kernel.BlockSizes(**sizes),
             attn_logits_soft_cap=softcap or None,
             head_shards=1,
             q_seq_shards=1,

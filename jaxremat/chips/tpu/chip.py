@@ -1,0 +1,53 @@
+"""Google's TPUs as a chip. None is used here: programs are compiled for those that aren't."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxremat.chips.chip import Chip, CompilerOptions
+from jaxremat.chips.tpu.attention import CALLS, SPLASH
+from jaxremat.chips.tpu.device import TpuDescription, load_tpu, tpu_names
+from jaxremat.chips.tpu.installed import check_libtpu
+from jaxremat.chips.tpu.refusal import needed_bytes
+from jaxremat.mesh.axes import MeshShape
+
+
+class Tpu(Chip):
+    """Google's TPUs. Their compiler itself rejects a program that is too large, and says how large it is."""
+
+    platform = "tpu"
+    title = "TPU"
+    is_gpu = False
+    attention = SPLASH
+    calls = CALLS
+    options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
+    mem_fraction = 1.0
+    devices_of_node = None
+
+    def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
+        return ""
+
+    def needed_bytes(self, text: str) -> int | None:
+        return needed_bytes(text)
+
+    def is_here(self) -> bool:
+        return False
+
+    def attached(self) -> list[Any]:
+        return []
+
+    def names(self) -> tuple[str, ...]:
+        return tpu_names()
+
+    def describe(self, name_or_path: str) -> tuple[str, TpuDescription]:
+        return name_or_path, load_tpu(name_or_path)
+
+    def check_installed(self) -> None:
+        check_libtpu()
+
+    def topology(self, name: str, text: str, shape: MeshShape) -> Sequence[Any]:
+        from jaxremat.chips.tpu.topology import described_devices
+
+        return described_devices(load_tpu(text), shape)
+
+
+TPU = Tpu()

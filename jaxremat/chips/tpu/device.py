@@ -1,0 +1,116 @@
+"""Describes a TPU, from a bundled data file, and chooses the layout of its chips.
+
+JAX counts devices, and a TPU has chips. A chip of v4 or tpu7x is two devices, and one of v5e, v5p or v6e is one. A slice is the
+chips that links of their own connect: in two dimensions for v5e and v6e, and in three for the others. Its layout is `2x4`, say.
+
+    layout_of(load_tpu("v6e")[1], 8)      # "2x4"
+    layout_of(load_tpu("tpu7x")[1], 8)    # "2x2x1": 4 chips
+"""
+
+import math
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxremat.errors import UsageError
+
+FOLDER = Path(__file__).parent / "targets"
+
+
+@dataclass(frozen=True)
+class TpuDescription:
+    """The description of one TPU, for one device as JAX counts them.
+
+    Attributes:
+        name: the generation, as JAX's topologies call it.
+        description: the device in words.
+        dimensions: in how many dimensions links connect the chips of a slice.
+        most_chips: chips of the largest slice.
+        devices_of_chip: devices of a chip.
+        device_memory_size: bytes that XLA's compiler lets a program take of the device's memory.
+        peak_bf16_flops: peak FLOP/s of dense bf16 matmuls.
+        memory_bandwidth: bytes/s of the memory.
+    """
+
+    name: str
+    description: str
+    dimensions: int
+    most_chips: int
+    devices_of_chip: int
+    device_memory_size: int
+    peak_bf16_flops: int
+    memory_bandwidth: int
+    compute_capability: tuple[int, int] | None = None
+
+    def to_text(self) -> str:
+        """The generation. XLA's compiler knows the rest."""
+        return self.name
+
+
+def tpu_names() -> tuple[str, ...]:
+    """The names of the bundled TPUs."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load_tpu(name: str) -> TpuDescription:
+    """Loads a bundled TPU by its name, such as `v6e`."""
+    values = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    del values["sources"]
+    return TpuDescription(name, **values)
+
+
+def layout_of(tpu: TpuDescription, num_devices: int, requested: str = "") -> str:
+    """The layout of the chips of a slice, such as `2x4`.
+
+    Args:
+        tpu: the TPU.
+        num_devices: devices of the slice.
+        requested: the value of `--topology`. Empty has a layout chosen that is as near to a square or cube as there is.
+
+    Raises:
+        UsageError: the slice has no such layout.
+    """
+    num_chips = math.ceil(num_devices / tpu.devices_of_chip)
+    form = "x".join("ABC"[: tpu.dimensions])
+    a_chip = f", {tpu.devices_of_chip} devices each" if tpu.devices_of_chip > 1 else ""
+    if requested:
+        sizes = (
+            [int(size) for size in requested.split("x")] if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", requested) else []
+        )
+        if len(sizes) != tpu.dimensions or math.prod(sizes) != num_chips:
+            raise UsageError(
+                f"--topology {requested} for {num_devices} devices of {tpu.name}",
+                allowed=f"{form}, of {num_chips} chips{a_chip}",
+                next_step=_example(tpu, num_chips) or "leave --topology out",
+            )
+        return requested
+    if num_chips > tpu.most_chips:
+        raise UsageError(
+            f"a slice of {num_chips:,} chips of {tpu.name}",
+            allowed=f"up to {tpu.most_chips:,} chips in a slice",
+            next_step=f"--nodes {math.ceil(num_chips / tpu.most_chips)}, which are slices",
+        )
+    if num_chips & (num_chips - 1):
+        raise UsageError(
+            f"no layout is known for {num_chips} chips of {tpu.name}",
+            allowed=f"a power of two of chips{a_chip}, or a --topology",
+            next_step=f"--topology {form} with their product {num_chips}",
+        )
+    return _chosen(tpu.dimensions, num_chips)
+
+
+def _example(tpu: TpuDescription, num_chips: int) -> str:
+    is_power = not num_chips & (num_chips - 1)
+    return f"--topology {_chosen(tpu.dimensions, num_chips)}" if is_power else ""
+
+
+def _chosen(dimensions: int, num_chips: int) -> str:
+    """The layout of a power of two of chips: `2x4` for 8, or `2x2x1` and `2x4x4` in three dimensions.
+
+    Those are the layouts of the slices that Google Cloud has, and the halves of the smallest.
+    """
+    bits = num_chips.bit_length() - 1
+    sizes = sorted(2 ** ((bits + place) // dimensions) for place in range(dimensions))
+    ones = sizes.count(1) if dimensions == 3 else 0
+    return "x".join(map(str, [*sizes[ones:], *sizes[:ones]]))
