@@ -176,6 +176,8 @@ class Chip(ABC):
         with_workspace: the targets of calls whose last result may be a workspace (a regular expression), or None.
         outside: what a process takes of a device beside the allocator's pool, in words.
         outside_needed: how much that is on a mesh, as far as it is known, in words.
+        device_spaces: XLA's memory spaces that are the device's memory, where the program's code is in it too. None if all are,
+            except for the host's, and the code isn't.
         mem_fraction: the share of a device's memory that a step may take by default.
         devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
     """
@@ -189,6 +191,7 @@ class Chip(ABC):
     with_workspace: str | None = None
     outside: str = ""
     outside_needed: str = ""
+    device_spaces: Collection[int] | None = None
     mem_fraction: float = MEM_FRACTION
     devices_of_node: int | None = DEVICES_OF_NODE
 

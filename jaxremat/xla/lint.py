@@ -40,7 +40,6 @@ from jaxremat.xla.lint_input import (
     residuals,
 )
 from jaxremat.xla.lint_mesh import MESH_RULES
-from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
 
@@ -130,7 +129,7 @@ def lint(
         function, args, on, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True, shardings=shardings
     )
     assert done.dump is not None  # keep_dump=True reads the dump
-    memory_map = read_map(done.dump, done.names, roles, done.mesh)
+    memory_map = done.map_with(done.dump, roles)
     known["exchanges"] = exchanges(done.module, done.mesh, roles)
     return find(lint_input(done, policy=requested, memory_map=memory_map, remedies=remedies, **known))
 

@@ -20,6 +20,7 @@ class Tpu(Chip):
     attention = SPLASH
     calls = CALLS
     options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
+    device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
     devices_of_node = None
 
