@@ -79,6 +79,7 @@ class FusedAttention:
         takes: what it takes, in words.
         has_softcap: whether its kernel caps scores.
         names_residuals: whether it gives what it saves a checkpoint name.
+        block_tokens: the tokens whose multiples its blocks are (`--attention-block`). 0 if a caller can't choose blocks.
     """
 
     name: str
@@ -87,6 +88,7 @@ class FusedAttention:
     takes: str
     has_softcap: bool = False
     names_residuals: bool = False
+    block_tokens: int = 0
 
     def attend(
         self,
@@ -100,7 +102,7 @@ class FusedAttention:
         block: int,
         name: str,
     ) -> Any:
-        """Causal attention `[B, T, N, H]`, here by the `jax.nn.dot_product_attention` that is called so.
+        """Causal attention `[B, T, N, H]`, here that of `jax.nn.dot_product_attention`.
 
         Args:
             q_BTNH: the queries.
@@ -109,7 +111,7 @@ class FusedAttention:
             scale: what scores are multiplied by. None takes `H ** -0.5`.
             window: the tokens that a token sees, itself included. 0 for all before it.
             softcap: scores become `softcap * tanh(score / softcap)`, if `has_softcap`. 0 for no cap.
-            block: the most tokens of a block, for a kernel whose caller chooses that.
+            block: the most tokens of a block, if it has `block_tokens`.
             name: the checkpoint name of what it saves, if `names_residuals`.
         """
         import jax

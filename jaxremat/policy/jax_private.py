@@ -26,9 +26,9 @@ FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 
 class ResidualName(str):
-    """The checkpoint name of what another fused attention saves: its output, and its softmax statistics.
+    """The checkpoint name of what a fused attention saves that has no primitive of its own.
 
-    It equals the plain name, so that policies by names save these values too.
+    That is its output and its softmax statistics. It equals the plain name, so that policies by names save these values too.
     """
 
 

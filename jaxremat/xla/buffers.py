@@ -103,9 +103,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One request to the allocator, in bytes: an argument, an output, temporaries, a constant or the program.
+    """One request to the allocator, in bytes: an argument, an output, temporaries, a constant.
 
-    All temporaries are one arena.
+    All temporaries are one arena. On a TPU the program is one, too.
     """
 
     number: int

@@ -110,7 +110,7 @@ class Compilation:
         return self.map_with(self.dump, None)
 
     def map_with(self, dump: Dump, roles: Mapping[str, Category] | None) -> MemoryMap:
-        """The memory map with categories of arguments whose path doesn't show them, as for `read_map`."""
+        """The memory map by a dump of the program, with the `roles` of `read_map`."""
         return read_map(dump, self.names, roles, self.mesh, self.device_spaces, self.memory.generated_code_bytes)
 
     @property

@@ -98,7 +98,7 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 
 
 def kind_of_call(instruction: Instruction) -> CallKind | None:
-    """What a custom call computes, of a library or of a kernel of Pallas. None if it isn't known."""
+    """What a custom call computes, of a library or a kernel of Pallas. None if unknown."""
     return call_kind(_pallas_target(instruction.op_name) or instruction.custom_call_target)
 
 
@@ -416,7 +416,10 @@ def _splash_flops(
 
 
 def _seen_pairs(queries: int, keys: int, mask_type: str, window: int) -> int:
-    """The pairs of a query and a key that it sees: half of them under a causal mask, and those inside a window."""
+    """The pairs of a query and a key that it sees.
+
+    They are half of all under a causal mask, and fewer with a window.
+    """
     pairs = queries * keys
     if "CAUSAL" in mask_type:
         pairs = queries * window - window**2 // 2 if 0 < window < keys == queries else pairs // 2

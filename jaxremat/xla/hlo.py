@@ -230,9 +230,9 @@ def parse(text: str) -> Module:
 
 
 def _trips(computations: Mapping[str, Computation], around: Computation, loop: Instruction) -> int | None:
-    """How often a loop runs, whose counter goes from one constant to another where XLA doesn't print the count.
+    """How often a loop runs whose counter goes from one constant to another.
 
-    A TPU's program has no counts.
+    None if it isn't such a loop. XLA prints no counts in a TPU's program.
 
     Args:
         computations: all computations.

@@ -1,6 +1,6 @@
-"""Splash attention, the fused attention that JAX has for TPUs (jax/experimental/pallas/ops/tpu/splash_attention).
+"""Splash attention, the fused attention that JAX has for TPUs.
 
-It has three kernels: the forward one, and two for the gradients of keys with values, and of queries. The forward kernel's result
+It is in jax/experimental/pallas/ops/tpu/splash_attention, and has three kernels: the forward one, and two for the gradients of keys with values, and of queries. The forward kernel's result
 and its softmax statistics have one checkpoint name, as in MaxText. A policy that saves that name doesn't run the forward kernel
 again.
 
@@ -34,6 +34,7 @@ SPLASH = Splash(
     takes=f"jax.experimental.pallas.ops.tpu.splash_attention takes lengths in multiples of {LANES}",
     has_softcap=True,
     names_residuals=True,
+    block_tokens=LANES,
 )
 #: What its kernels compute (`Chip.calls`).
 CALLS: tuple[tuple[str, CallKind], ...] = (
