@@ -253,9 +253,12 @@ def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str)
         made_by = plain_scope(name.made_by)
         same_line = origin.adds_bias or not (name.made_at and made_at) or name.made_at == made_at
         outer, _, kind = f"/{made_by.removesuffix('_wrapper')}".rpartition("/")  # JAX lowers `x_wrapper` to `x`
+        is_kernel = kind == "pallas_call"  # its results may be scratch, too
+        if is_kernel and origin.element and origin.element[-1] != name.result:
+            continue
         if not made_by:
             matches = is_input
-        elif kind in OPAQUE and (name.made_at or kind != "pallas_call"):
+        elif kind in OPAQUE and (name.made_at or not is_kernel):
             matches = bool(name.made_at) and name.made_at == made_at and f"{outer}/" in f"/{scope}/"
         else:
             matches = same_line and f"/{scope}".endswith(f"{outer}/{kind}")

@@ -1,8 +1,8 @@
 """Splash attention, the fused attention that JAX has for TPUs.
 
-It is in jax/experimental/pallas/ops/tpu/splash_attention, and has three kernels: the forward one, and two for the gradients of keys with values, and of queries. The forward kernel's result
-and its softmax statistics have one checkpoint name, as in MaxText. A policy that saves that name doesn't run the forward kernel
-again.
+It is in jax/experimental/pallas/ops/tpu/splash_attention. It has three kernels: the forward one, and two for the gradients of
+keys with values, and of queries. The forward kernel's result and its softmax statistics have one checkpoint name, as in MaxText.
+A policy that saves that name doesn't run the forward kernel again.
 
 XLA doesn't divide a kernel over devices. On a mesh each device therefore computes its own sequences and heads in a `shard_map`.
 """
