@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat import attribution
+from jaxremat.chips import catalog
 from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, load_target
 from jaxremat.chips.tpu.attention import SPLASH, splash_attention
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.axes import parse_mesh
+from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.mesh.sharding import abstract_mesh
 from jaxremat.model.attention import choose_attention
 from jaxremat.model.decoder_workload import decoder_workload
 from jaxremat.model.layers import attend
@@ -75,6 +77,36 @@ def test_a_length_without_a_block_is_rejected():
     with pytest.raises(UsageError) as caught:
         ModelConfig(attention_block=250)
     assert "250" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "taken"), [(1024, 512, 512), (384, 512, 384), (640, 512, 128), (2048, 2048, 2048)]
+)
+def test_a_block_is_the_largest_that_divides_the_length(length, block, taken):
+    x = jax.ShapeDtypeStruct((1, length, 2, H), jnp.bfloat16)
+    program = str(jax.make_jaxpr(functools.partial(splash_attention, block=block))(x, x, x))
+    assert set(re.findall(r'"block_\w+": (\d+)', program)) == {str(taken)}
+
+
+@pytest.mark.full
+def test_on_a_mesh_each_device_has_its_sequences_and_heads():
+    """A key head for each device of the axis tensor, though there is one."""
+    q, k = (jax.ShapeDtypeStruct((4, 128, n, H), jnp.bfloat16) for n in (4, 1))
+    with jax.sharding.use_abstract_mesh(abstract_mesh(MeshShape(fsdp=2, tensor=2))):
+        (mapped,) = [e for e in jax.make_jaxpr(splash_attention)(q, k, k).eqns if e.primitive.name == "shard_map"]
+    assert {var.aval.shape for var in mapped.invars if len(var.aval.shape) == 4} == {(4, 4, 128, H)}
+    assert {tuple(spec)[:2] for spec in mapped.params["out_specs"]} == {("fsdp", "tensor")}
+    alone = jax.make_jaxpr(splash_attention)(q, k, k)
+    assert "shard_map" not in str(alone)
+
+
+def test_the_values_of_attention_are_the_chips_own():
+    assert set(get_args(catalog.Attention)) == {"auto", "xla"} | {chip.attention.name for chip in catalog.CHIPS}
+    assert catalog.fused_attention("splash") is SPLASH
+    assert catalog.fused_attention("xla") is None
+    with pytest.raises(UsageError) as caught:
+        catalog.fused_attention("flash")
+    assert "splash" in caught.value.allowed
 
 
 @pytest.mark.parametrize("policy", ["nothing", "dots", "save:query_proj"])
@@ -249,6 +281,16 @@ def test_xla_s_peak_is_that_of_the_memory_space_with_most():
     always = sum(one.num_bytes for one in of_device.allocations if one.kind != "temp")
     assert done.memory.peak_bytes == always + max(live.values())
     assert 0 < live[0] < live[1]
+
+
+@TPU
+@pytest.mark.full
+def test_offloaded_values_are_in_the_host_s_memory():
+    done = compiled("offload:mlpwi_0+attention")
+    offloaded = MODEL.num_layers * 4 * 128 * MODEL.mlp_dim * 2
+    assert done.memory_map.host_bytes == done.memory.host_temp_bytes == offloaded
+    assert [(buffer.label, buffer.num_layers) for buffer in done.memory_map.host_buffers] == [("mlpwi_0", MODEL.num_layers)]
+    assert calls(done)["fwd"] == 1
 
 
 @TPU
