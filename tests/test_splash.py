@@ -79,6 +79,7 @@ def test_a_length_without_a_block_is_rejected():
     assert "250" in caught.value.got
 
 
+@pytest.mark.full  # it loads Pallas
 @pytest.mark.parametrize(
     ("length", "block", "taken"), [(1024, 512, 512), (384, 512, 384), (640, 512, 128), (2048, 2048, 2048)]
 )
