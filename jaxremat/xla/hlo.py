@@ -245,25 +245,36 @@ def _trips(computations: Mapping[str, Computation], around: Computation, loop: I
     test, first = condition.root, around.by_name[loop.operands[0]]
     if test.opcode != "compare" or "direction=LT" not in test.attrs or {body.root.opcode, first.opcode} != {"tuple"}:
         return None
-    counter, limit = (condition.by_name[name] for name in test.operands)
-    if counter.opcode != "get-tuple-element":
+    index, limit = _element_of(condition, test, 0), condition.by_name[test.operands[1]]
+    if index is None:
         return None
-    index = counter.tuple_index
     start, after = _copied(around, first.operands[index]), _copied(body, body.root.operands[index])
-    added = [_copied(body, name) for name in after.operands] if after.opcode == "add" else []
-    steps = [one.value for one in added if one.opcode == "constant"]
-    counts = any(one.opcode == "get-tuple-element" and one.tuple_index == index for one in added)
-    if not counts or start.value is None or limit.value is None or len(steps) != 1 or not steps[0]:
+    if start.value is None or limit.value is None or after.opcode != "add":
         return None
-    return max(0, math.ceil((limit.value - start.value) / steps[0]))
+    steps = [_copied(body, name).value for name in after.operands]
+    counts = [step for n, step in enumerate(steps) if step and step > 0 and _element_of(body, after, 1 - n) == index]
+    return max(0, math.ceil((limit.value - start.value) / counts[0])) if counts else None
 
 
 def _copied(computation: Computation, name: str) -> Instruction:
     """The instruction of this name, or the one whose result it copies."""
     found = computation.by_name[name]
-    while found.opcode in ("copy", "bitcast"):
+    while found.opcode in ("copy", "bitcast") and not found.operand_elements:
         found = computation.by_name[found.operands[0]]
     return found
+
+
+def _element_of(computation: Computation, instruction: Instruction, position: int) -> int | None:
+    """Which element of a tuple an operand is: `%name#0`, a get-tuple-element, or a copy of these."""
+    while True:
+        elements, source = instruction.operand_elements, computation.by_name[instruction.operands[position]]
+        if elements and elements[position] is not None:
+            return elements[position]
+        if source.opcode == "get-tuple-element":
+            return source.tuple_index
+        if source.opcode not in ("copy", "bitcast"):
+            return None
+        instruction, position = source, 0
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
