@@ -5,6 +5,7 @@ result is a table of the device, from which `jaxremat/chips` interpolates the ti
 
 * matmul: the product of random matrices of types that training has, chosen by cuBLAS's heuristics and XLA's autotuner.
 * attention: `jax.nn.dot_product_attention` with cuDNN, forward and backward.
+* scatter: the gradient of an embedding, for tokens that are as frequent as those of text, for equally frequent ones, and for one.
 * host: copies of 256 MiB between the device and pinned host memory, timed as a whole.
 
 Nothing else runs on the device. So its clock may be higher than in a training step. On an H200 with 16 cores it took 1.7 minutes,
@@ -29,8 +30,8 @@ from experiments.common import RESULTS, Row, flags_of, run_parts
 from jaxremat.cli.command import run_command
 from jaxremat.system.process import Deadline
 
-Part = Literal["matmul", "attention", "host"]
-SHARES: dict[Part, float] = {"matmul": 0.55, "attention": 0.4, "host": 0.05}
+Part = Literal["matmul", "attention", "scatter", "host"]
+SHARES: dict[Part, float] = {"matmul": 0.5, "attention": 0.35, "scatter": 0.1, "host": 0.05}
 #: Tokens, inputs and outputs of the matrices of a forward pass. Each has two more products in the backward pass.
 WEIGHTS = (
     *((tokens, width, out) for tokens in (4096, 16384) for width, out in ((768, 768), (768, 3072), (3072, 768))),
@@ -51,6 +52,12 @@ ATTENTIONS = (
     (2048, 32, 8, 64, 0),
     (4096, 32, 32, 128, 0),
     (8192, 32, 8, 128, 1024),
+)
+#: Tokens, width and vocabulary of embeddings.
+EMBEDDINGS = (
+    *((tokens, 768, 50257) for tokens in (4096, 16384, 65536)),
+    *((tokens, 2048, 128256) for tokens in (8192, 32768)),
+    (8192, 4096, 128256),
 )
 RUNS = 6
 
@@ -131,6 +138,35 @@ def attentions(tiny: bool) -> Iterator[Operation]:
         yield Operation({"direction": "both", **row}, both, shapes, "bfloat16", flops * 7 // 2)
 
 
+def scatters(tiny: bool) -> Iterator[Operation]:
+    """The gradients of the embeddings of `EMBEDDINGS`. `most` is how many tokens are the most frequent one."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxremat.model.data import spread_tokens
+
+    for dtype in ("bfloat16", "float32"):
+        for num_tokens, width, vocabulary in ((64, 16, 100),) if tiny else EMBEDDINGS:
+            of_kind = {
+                "as in text": next(spread_tokens(vocabulary, 1, num_tokens - 1, seed=0))[0],
+                "equally frequent": np.random.default_rng(0).integers(0, vocabulary, num_tokens),
+                "one": np.zeros(num_tokens, int),
+            }
+            for kind, tokens in of_kind.items():
+
+                def gradient(rows: Any, tokens: Any = tokens, shape: Any = (vocabulary, width)) -> Any:
+                    table = jnp.zeros(shape, rows.dtype)
+                    return jax.vjp(lambda table: jnp.take(table, tokens, axis=0), table)[1](rows)[0]
+
+                row = {"tokens": kind, "dtype": dtype, "num_tokens": num_tokens, "width": width, "vocabulary": vocabulary}
+                row |= {"most": int(np.bincount(tokens).max())}
+                yield Operation(row, gradient, ((num_tokens, width),), dtype, 0)
+
+
+OPERATIONS = {"matmul": matmuls, "attention": attentions, "scatter": scatters}
+
+
 def measure(operations: list[Operation], deadline: Deadline, tiny: bool) -> Iterator[Row]:
     """A row for each operation: the median, least and most seconds of its kernels over `RUNS` runs.
 
@@ -189,7 +225,7 @@ def measure(operations: list[Operation], deadline: Deadline, tiny: bool) -> Iter
             "min_s": min(runs, default=None),
             "max_s": max(runs, default=None),
             "call_s": call_s.get(number),
-            "flops_per_s": operation.flops / median_s if median_s else None,
+            "flops_per_s": operation.flops / median_s if median_s and operation.flops else None,
             "error": None if runs else errors.get(number, "the profiler showed no kernel"),
         }
 
@@ -252,6 +288,7 @@ _ATTENTION = ("direction", "batch", "length", "heads", "kv_heads", "head_size", 
 COLUMNS: dict[Part, tuple[int, tuple[str, ...]]] = {
     "matmul": (2, ("kind", "dtype", "m", "k", "n", "kernel_s", "flops_per_s")),
     "attention": (1, _ATTENTION),
+    "scatter": (2, ("tokens", "dtype", "num_tokens", "width", "vocabulary", "most", "kernel_s")),
     "host": (1, ("direction", "bytes", "copy_s", "bytes_per_s")),
 }
 
@@ -273,7 +310,7 @@ def tables(flags: Flags) -> int:
         deadline = Deadline(60 * flags.minutes * SHARES[part] / shares)
         if part == "host":
             return measure_host(deadline, flags.tiny)
-        return measure(list((matmuls if part == "matmul" else attentions)(flags.tiny)), deadline, flags.tiny)
+        return measure(list(OPERATIONS[part](flags.tiny)), deadline, flags.tiny)
 
     measures = {part: ((lambda _, part=part: rows_of(part)), *COLUMNS[part]) for part in flags.parts}
     one = Flags(parts=flags.parts, minutes=flags.minutes, tiny=flags.tiny, out=flags.out, target=device)

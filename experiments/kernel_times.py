@@ -5,17 +5,21 @@ kernel is predicted from the module alone, as any step is. The table has a row f
 
 `--fit` fits the shares of the peaks that kernels reach (`jaxremat/chips/nvidia/calibration.toml`) to the profiles again. Each
 generation of GPUs has the mean shares of its own profiles, and all others have the mean of all. How far a prediction may be off
-is what remains when the shares of one profile predict another one, over the sum of the classes that both have.
+is what remains when the shares of one profile predict another one, over the sum of the classes that both have, or what whole
+steps on one GPU were off (`experiments.published`), whichever is more.
+
+The tables of single kernels are tried in two ways: each row beside what the rows around it say, and the kernels that
+`experiments.kernel_tables` measured on other GPUs beside what is interpolated.
 """
 
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -74,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     _plot(profiles, (folder if flags.out != RESULTS else PLOTS) / "kernel_times.png")
     tried = crossed(profiles)
-    filed = {"rows": rows, "crossed": tried, "collectives": collectives}
+    tables = [*rows_around(), *kernels_of_devices()]
+    print(*(f"{row['of']}: median {row['median_off']:.1%} off, most {row['most_off']:+.1%}" for row in tables), sep="\n")
+    filed = {"rows": rows, "crossed": tried, "collectives": collectives, "tables": tables}
     write_whole(folder / "kernel_times.json", results_text(filed))
     for row in tried:
         if row["kernel_class"] is None:
@@ -169,6 +175,13 @@ def largest_error(rows: Iterable[Row]) -> float:
     return max(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows if row["kernel_class"] is None)
 
 
+def whole_steps() -> list[float]:
+    """How much longer whole steps on one GPU took than predicted, as shares: those that were measured or published."""
+    parts = {"h100-80gb": "alone", "t4": "bytes"}
+    filed = {target: json.loads((RESULTS / target / "published.json").read_text()) for target in parts}
+    return [row["longer"] for target, part in parts.items() for row in filed[target][part] if "longer" in row]
+
+
 def _by_class(profile: "Profile") -> "dict[KernelClass, list[Timed]]":
     by_class: dict[KernelClass, list[Timed]] = {}
     for timed in profile.kept:
@@ -185,6 +198,82 @@ def predicted_s(some: "Iterable[Timed]", speed: "DeviceSpeed") -> float:
     from jaxremat.xla.clock import predict_kernel_time
 
     return sum(predict_kernel_time(timed.kernel, speed).kernel_s * timed.num_launches for timed in some)
+
+
+# The tables of single kernels.
+
+
+def rows_around() -> Iterator[Row]:
+    """How far each row of a table inside its grid is from what the rows around it say, as if it weren't there."""
+    from jaxremat.chips.nvidia.tables import PEAKS, load_tables
+
+    for generation in PEAKS:
+        found = load_tables((int(generation[3:-1]), int(generation[-1])))
+        assert found is not None, "a generation with a peak has tables"
+        kinds = {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+        tables: dict[str, list[Mapping[tuple[int, ...], float]]] = {
+            **{f"matmul {dtype}": [grid.rates] for dtype, grid in found.matmuls.items()},
+            "attention": [{(length,): rate for length, rate in one.items()} for one in found.attention.values()],
+            **{
+                kind: [{(size,): s for size, s in one.items()} for (of, _), one in found.collectives.items() if of == kind]
+                for kind in sorted(kinds)
+            },
+        }
+        for name, some in tables.items():
+            off = [_from_around(table, point) / value - 1 for table in some for point, value in table.items()]
+            yield _off(f"{generation}, {name}", [value for value in off if not math.isnan(value)])
+
+
+def _from_around(table: Mapping[tuple[int, ...], float], point: tuple[int, ...]) -> float:
+    """What the two rows next to a row say, in the mean over the axes that have both. NaN if none has."""
+    logs = []
+    for axis, size in enumerate(point):
+        line = [other for other in table if other[:axis] == point[:axis] and other[axis + 1 :] == point[axis + 1 :]]
+        below = max((other for other in line if other[axis] < size), default=None)
+        above = min((other for other in line if other[axis] > size), default=None)
+        if below and above:
+            part = math.log(size / below[axis]) / math.log(above[axis] / below[axis])
+            logs.append((1 - part) * math.log(table[below]) + part * math.log(table[above]))
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def kernels_of_devices() -> Iterator[Row]:
+    """How much faster than interpolated the kernels of each device with measured tables were, by kind."""
+    from jaxremat.chips.nvidia.tables import load_tables
+    from jaxremat.chips.tables import Attention, Product
+
+    tables = load_tables((9, 0))
+    assert tables is not None, "Hopper has tables"
+    for file in sorted(RESULTS.glob("nvidia-h*/kernel_tables.json")):
+        off: dict[str, list[float]] = {}
+        measured = json.loads(file.read_text())
+        for row in measured["matmul"]:
+            dtype = {"bfloat16": "bf16", "float32": "f32"}[row["dtype"]]
+            share = tables.matmul_share(Product(1, row["m"], row["n"], row["k"]), dtype)
+            assert share is not None, "both types have a table"
+            off.setdefault(f"matmul {dtype}, {row['kind']}", []).append(
+                row["flops_per_s"] / share / tables.peak_flops[dtype] - 1
+            )
+        for row in measured["attention"]:
+            forward, backward = (
+                tables.attention_share(Attention(direction, row["head_size"], row["length"]))
+                for direction in ("forward", "backward")
+            )
+            assert forward, "attention has a table"
+            assert backward, "attention has a table"
+            share = forward if row["direction"] == "forward" else 3.5 / (1 / forward + 2.5 / backward)
+            if not row["window"]:
+                found = row["flops_per_s"] / share / tables.peak_flops["bf16"] - 1
+                off.setdefault(f"attention, {row['direction']}", []).append(found)
+        for name, some in off.items():
+            yield _off(f"{file.parent.name}, {name}", some)
+        yield _off(
+            f"{file.parent.name}, matmul bf16", [one for name in off if name.startswith("matmul bf16") for one in off[name]]
+        )
+
+
+def _off(of: str, off: Sequence[float]) -> Row:
+    return {"of": of, "num_rows": len(off), "median_off": median(map(abs, off)), "most_off": max(off, key=abs)}
 
 
 # Fitting.
@@ -247,7 +336,7 @@ def calibration_text(profiles: "Sequence[Profile]") -> str:
     from jaxremat.chips.nvidia.gpu import load_gpu
 
     fitted = [fit(profile) for profile in profiles]
-    error = math.ceil(100 * largest_error(crossed(profiles))) / 100
+    error = math.ceil(100 * max(largest_error(crossed(profiles)), *map(abs, whole_steps()))) / 100
     tables = [_table("default", fitted, fitted, error, f"the mean of {' and '.join(p.name for p in profiles)}")]
     generations: dict[tuple[int, int], list[int]] = {}
     for n, profile in enumerate(profiles):

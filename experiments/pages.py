@@ -37,6 +37,7 @@ from experiments.common import RESULTS, count, markdown_table, ms, only, percent
 from experiments.reference_tables import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.chips.installed import versions
 from jaxremat.chips.nvidia.calibration import load_calibration
+from jaxremat.chips.speed import PAIRED_ERROR
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError
 from jaxremat.report.table import gib_number
@@ -114,6 +115,7 @@ VOCABULARY = {
     **{of.__name__: of for of in (result, rows, one, only, by, count, ms, percent, signed, span)},
     **{of.__name__: of for of in (policy_table_markdown, alias_table_markdown, target_table_markdown, load_calibration)},
     "gib": gib_number,
+    "paired_error": PAIRED_ERROR,
 }
 
 

@@ -148,12 +148,27 @@ def _planned_freely(run: Any) -> Row:
     return {**rows[0], "loop_tokens_per_s": in_loop, "num_compiles": num_compiles}
 
 
+def without_flops(layer: Any) -> Any:
+    """The policy of the fewest bytes under which no matmul, attention or convolution runs twice."""
+    from jaxremat.planner.estimate import policy_of
+    from jaxremat.planner.solve import solve
+
+    problem = layer.problem
+    ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
+    all_bytes = sum(value.num_bytes for value in problem.values)
+    price = 0.5 / max(1, all_bytes)  # saving all bytes together costs less than running one operation
+    values = tuple(replace(value, save_s=0.0) for value in problem.values)
+    weighed = replace(problem, ops=ops, values=values, save_s_per_byte=price)
+    decision = solve(weighed, all_bytes).decision
+    fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
+    return policy_of(layer, decision, attention=bool(fused) and fused <= decision.save)
+
+
 def measure_no_matmul(flags: Flags) -> Iterator[Row]:
     """Three steps: `none`, the policy under which no matmul and no attention runs twice, and the plan within its bytes."""
     from jaxremat.answer.layer_estimate import speed_of
     from jaxremat.answer.planned import plan_run
     from jaxremat.answer.workload_estimate import estimate_workload
-    from jaxremat.planner.candidates import without_flops
     from jaxremat.planner.plan import Plan
     from jaxremat.planner.shared_budget import as_one
     from jaxremat.policy.grammar import parse

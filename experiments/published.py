@@ -6,6 +6,7 @@
 * `fits`: the number of `jaxremat.chips.nvidia.tables` that comes from these steps (`TRAINING_SHARE`), fitted to all of them, and
   to all but those of one source. Each step of the source that was left out is then predicted by a number that doesn't know it. A
   source is a repository.
+* `alone`: the seconds of whole steps on one GPU, which `experiments.gpu_check` measured, beside the predicted ones.
 * `bytes`: the memory that MaxText printed on real chips, beside that of its own step, compiled here, and of our decoder's:
   `--parts bytes --target t4`. XLA's own rematerialization runs, as it did there.
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from jaxremat.chips.speed import DeviceSpeed
     from jaxremat.xla.hlo import Module
 
-Part = Literal["steps", "fits", "bytes"]
+Part = Literal["steps", "fits", "alone", "bytes"]
 FILE = Path(__file__).with_suffix(".toml")
 DOCS = Path(__file__).parent.parent / "docs"
 #: The config of our decoder beside MaxText's.
@@ -48,8 +49,12 @@ DECODER = Path(__file__).parent.parent / "examples" / "configs" / "Qwen3-0.6B.js
 
 #: The values that `fits` tries for `TRAINING_SHARE`.
 TRAINING_SHARES = tuple(n / 100 for n in range(70, 101))
-#: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it.
-_SOURCE = re.compile(r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', re.DOTALL | re.MULTILINE)
+#: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it, but
+#: for the scope of an embedding's gradient.
+_SOURCE = re.compile(
+    r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?!op_name="[^"]*scatter-add")(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}',
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,13 @@ class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of published steps."""
 
     step: tuple[Published, ...] = ()
+    alone: tuple[Published, ...] = ()
     bytes: tuple[PublishedBytes, ...] = ()
+
+    @property
+    def all(self) -> tuple[Published, ...]:
+        """The steps of all parts."""
+        return (*self.step, *self.alone, *self.bytes)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,10 +183,10 @@ def read_rows(file: Path) -> Rows:
         rows = msgspec.convert(parse_toml(file.read_text()), Rows)
     except (OSError, ValueError) as error:  # msgspec's and tomllib's errors are ValueErrors
         raise UsageError(f"--rows {file}: {error}", next_step=f"{FILE.name} has the form") from None
-    names = [step.name for step in (*rows.step, *rows.bytes)]
+    names = [step.name for step in rows.all]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"--rows {file} has the name {min(twice)!r} twice", next_step="give each step a name of its own")
-    if both := [step.name for step in (*rows.step, *rows.bytes) if bool(step.maxtext) == bool(step.model)]:
+    if both := [step.name for step in rows.all if bool(step.maxtext) == bool(step.model)]:
         raise UsageError(f"--rows {file}: {both[0]!r} is of neither maxtext nor a model, or of both")
     return rows
 
@@ -331,6 +342,11 @@ def measure_fits(flags: Flags) -> Iterator[Row]:
         }
 
 
+def measure_alone(flags: Flags) -> Iterator[Row]:
+    """Every step on one GPU, with the predicted time and the share by which the measured one is longer."""
+    return (row_of(step, flags) for step in _rows(flags).alone)
+
+
 def measure_bytes(flags: Flags) -> Iterator[Row]:
     """Every published step with bytes of the target, MaxText's and our decoder's."""
     rows = list[Row]()
@@ -419,6 +435,7 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
         1,
         ("without", "num_steps", "training_share", "median_off", "most_off"),
     ),
+    "alone": (measure_alone, 1, ("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s")),
     "bytes": (
         measure_bytes,
         1,

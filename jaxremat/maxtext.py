@@ -13,16 +13,21 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from jaxremat.errors import MissingDependencyError, UsageError, bad_value, both, nearest, reject
-from jaxremat.policy.maxtext import config_lines, config_words
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
 
-if TYPE_CHECKING:
-    from jaxremat.workload.workload import Workload
+from jaxremat.errors import MissingDependencyError, UsageError, bad_value, nearest
+from jaxremat.policy.maxtext import config_lines, workload_words
+from jaxremat.policy.with_policy import with_policy
+from jaxremat.workload.workload import Workload
 
-#: What a compile needs no cloud and no data for. The text may say otherwise.
+#: With these, a compile needs no cloud and no data. The text may say otherwise.
 _DEFAULTS = ("run_name=jaxremat", "dataset_type=synthetic", "enable_checkpointing=false", "log_config=false")
 #: Switches with which the train step is more than a loss and an optimizer. It is then compiled as a whole.
 _WHOLE_STEP = (
@@ -31,29 +36,20 @@ _WHOLE_STEP = (
 )
 
 
-def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = None, seq_len: int | None = None) -> "Workload":
+def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = None, seq_len: int | None = None) -> Workload:
     """The training of a MaxText config.
 
     Args:
-        text: what MaxText's trainer takes on its command line.
+        text: what MaxText's trainer takes on its command line, but for the batch.
         batch: `per_device_batch_size`.
         devices: the devices, over which MaxText makes its mesh. None takes the first one of this machine.
         seq_len: `max_target_length`. None leaves the config's.
 
     Raises:
-        MissingDependencyError, UsageError: MaxText can't be imported, or rejects the config, or the text has a length beside
-            `seq_len`.
+        MissingDependencyError: MaxText can't be imported.
+        UsageError: MaxText rejects the config, or the text has a batch, or a length beside `seq_len`.
     """
-    import jax
-
-    from jaxremat.policy.with_policy import with_policy
-    from jaxremat.workload.workload import Workload
-
-    words = config_words(text)
-    if seq_len is not None:
-        length = next((word for word in words if word.startswith("max_target_length=")), "")
-        reject((length, both(length, f"sequences of {seq_len} tokens"), "leave it out beside --seq-len or --lengths"))
-        words = (*words, f"max_target_length={seq_len}")
+    words = workload_words(text, seq_len)
     devices = tuple(devices or jax.devices()[:1])
     config, (mesh, state, places) = _config(words, batch, devices), _state(words, devices)
     num_tokens = config.global_batch_size_to_train_on * config.max_target_length
@@ -68,8 +64,7 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
     own = _loss(config, mesh)
 
     def loss_under(policy: Any) -> Any:
-        lines = config_lines(policy, places)
-        if lines is None:
+        if (lines := config_lines(policy, places)) is None:
             return with_policy(own, policy)
         return _loss(_config((*words, *(line.replace(": ", "=") for line in lines)), batch, devices), mesh)
 
@@ -86,9 +81,6 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
 
 def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """MaxText's train step as its trainer jits it, and the shapes of its arguments."""
-    import jax
-    from flax import linen
-
     trainer, rules = _trainer(), linen.logical_axis_rules(config.logical_axis_rules)
     args, _, shardings, _, model = trainer.get_shaped_inputs(mesh, config)
     of_params, shardings = trainer.sharding.maybe_update_params_sharding_with_opt(config, shardings)
@@ -101,18 +93,14 @@ def train_step(config: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _loss(config: Any, mesh: Any) -> Any:
     """The loss of MaxText's trainer, with its checkpoints as the config has them."""
-    import jax
-    from flax import linen, nnx
-
     model, loss_fn, rules = _model(config, mesh), _trainer().train.loss_fn, config.logical_axis_rules
 
     def loss(params: Any, data: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         key = jax.random.wrap_key_data(jax.random.bits(key, (4,), "uint32"), impl="unsafe_rbg")  # as the trainer's keys
         with linen.logical_axis_rules(rules):
-            if isinstance(model, nnx.GraphDef):
-                value, aux = loss_fn(nnx.merge(model, params, copy=True), config, dict(data), None, None)
-            else:
-                value, aux = loss_fn(model, config, dict(data), key, params)
+            is_nnx = isinstance(model, nnx.GraphDef)
+            given = (nnx.merge(model, params, copy=True), None, None) if is_nnx else (model, key, params)
+            value, aux = loss_fn(given[0], config, dict(data), *given[1:])
         return value, {name: one for name, one in aux.items() if isinstance(one, jax.Array) and one.ndim == 0}
 
     return loss
@@ -120,8 +108,6 @@ def _loss(config: Any, mesh: Any) -> Any:
 
 def _model(config: Any, mesh: Any) -> Any:
     """The model: a module of Flax Linen, or the graph of one of NNX."""
-    from flax import nnx
-
     if not getattr(config, "pure_nnx", True):
         quant = _trainer().quantizations.configure_quantization(config)
         return _trainer().Transformer(config, mesh, quant=quant, model_mode=_trainer().MODEL_MODE_TRAIN)
@@ -130,10 +116,6 @@ def _model(config: Any, mesh: Any) -> Any:
 
 def _optimizer(config: Any, mesh: Any) -> Any:
     """MaxText's optimizer, what its train step does to gradients, and the norms it reports."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
     utils, norm, threshold = _trainer().maxtext_utils, _trainer().max_utils.l2norm_pytree, config.gradient_clipping_threshold
     model = _model(config, mesh) if config.opt_type == "muon" else None
     tx = _trainer().optimizers.get_optimizer(config, utils.create_learning_rate_schedule(config), model)
@@ -149,39 +131,28 @@ def _optimizer(config: Any, mesh: Any) -> Any:
     return optax.GradientTransformation(lambda params: (tx.init(params), jnp.zeros(3)), update)  # pyright: ignore
 
 
+class _OnNode:
+    """A device whose `slice_index` is its node, the process of a GPU that isn't here."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.slice_index = getattr(device, "slice_index", 0) or (device.process_index if jax.process_count() == 1 else 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+
 @functools.lru_cache(maxsize=4)
 def _state(words: tuple[str, ...], devices: tuple[Any, ...]) -> tuple[Any, Any, dict[str, str]]:
     """What no batch changes: the mesh, the training state's shapes, the tensors of `custom`."""
     config = _config(words, 1, devices)
-    mesh = _mesh(config, devices)
+    laid = _trainer().maxtext_utils.create_device_mesh(config, [*map(_OnNode, devices)])
+    kinds = (getattr(jax.sharding.AxisType, config.shard_mode.value.capitalize()),) * laid.ndim
+    mesh = jax.sharding.Mesh(np.vectorize(lambda one: one.device)(laid), config.mesh_axes, axis_types=kinds)
     texts = {name: getattr(value, "value", value) for name, value in config.get_keys().items()}
     places = {name: text for name, text in texts.items() if isinstance(text, str) and text in ("remat", "device", "offload")}
     custom = _config((*words, "remat_policy=custom", *(f"{name}=device" for name in places)), 1, devices)
     return mesh, _trainer().get_shaped_inputs(mesh, config)[0][0], {name: places[name] for name in custom.tensors_on_device}
-
-
-def _mesh(config: Any, devices: tuple[Any, ...]) -> Any:
-    """MaxText's mesh.
-
-    It reads a device's node as `slice_index`. GPUs that aren't here have their node as their process.
-    """
-    import jax
-    import numpy as np
-
-    if len({getattr(device, "slice_index", 0) for device in devices}) == config.num_slices:
-        return _trainer().maxtext_utils.get_mesh_from_config(config, devices)
-    named = [{name: getattr(one, name) for name in ("platform", "device_kind", "process_index", "id")} for one in devices]
-    read = [SimpleNamespace(device=one, slice_index=_node(one), **about) for one, about in zip(devices, named, strict=True)]
-    laid = np.vectorize(lambda one: one.device)(_trainer().maxtext_utils.create_device_mesh(config, read))
-    kind = getattr(jax.sharding.AxisType, config.shard_mode.value.capitalize())
-    return jax.sharding.Mesh(laid, config.mesh_axes, axis_types=(kind,) * len(config.mesh_axes))
-
-
-def _node(device: Any) -> int:
-    """The node of a device."""
-    import jax
-
-    return getattr(device, "slice_index", 0) or (device.process_index if jax.process_count() == 1 else 0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -194,7 +165,7 @@ def _config(words: tuple[str, ...], batch: int, devices: tuple[Any, ...]) -> Any
     keys = pyconfig.types.MaxTextConfig.model_fields
     if unknown := [key for word in given if (key := word.partition("=")[0]) not in keys]:
         raise bad_value("--maxtext", unknown[0], f"the keys of {file}", nearest(unknown[0], keys) or "leave it out")
-    platform, nodes = devices[0].platform, {*map(_node, devices)}
+    platform, nodes = devices[0].platform, {_OnNode(device).slice_index for device in devices}
     own = (f"hardware={platform if platform in ('cpu', 'tpu') else 'gpu'}", f"base_output_directory={tempfile.gettempdir()}")
     job = (f"per_device_batch_size={batch}", "skip_jax_distributed_system=true", "internal_compile=true")
     job += (f"internal_compile_num_devices={len(devices)}", f"compile_topology_num_slices={len(nodes)}")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jaxremat.chips.nvidia.speed import NCCL
+from jaxremat.chips.nvidia.tables import load_tables
 from jaxremat.chips.speed import DeviceSpeed, Links
 from jaxremat.xla import clock, hlo
 from jaxremat.xla.collectives import Collective, collective_seconds, groups_of, sent_bytes
@@ -74,6 +75,20 @@ def test_bytes_and_seconds_by_hand(kind, groups, sent, seconds):
 def test_small_collectives_take_the_time_of_their_hops():
     """NCCL's protocol LL: 6.6 microseconds, and 0.6 for each of 7 hops."""
     assert collective_seconds(Collective("all-gather", 8, NODE), LINKS) == pytest.approx(6.6e-6 + 7 * 0.6e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "ragged-all-to-all", "collective-permute", "all-reduce"])
+def test_no_collective_is_quicker_than_a_small_one_in_the_tables(kind):
+    """Over two nodes, as over 8 GPUs of one: 12 to 40 microseconds before the bytes count."""
+    tables = load_tables((9, 0))
+    assert tables
+    links = dataclasses.replace(LINKS, node_bytes_per_s=tables.node_bytes_per_s)
+    groups = {"collective-permute": (((0, 1),), ((0, 8),))}.get(kind, (NODE, ALL))
+    inside, across = (collective_seconds(Collective(kind, 8, some), links, tables) for some in groups)
+    assert 12e-6 < inside < 45e-6
+    assert across >= tables.latency_s(kind) > 12e-6
+    large = collective_seconds(Collective(kind, 800 * MB, groups[1]), links, tables)
+    assert large == pytest.approx(collective_seconds(Collective(kind, 800 * MB, groups[1]), links), abs=50e-6)
 
 
 PROGRAM = """HloModule overlap, is_scheduled=true

@@ -61,3 +61,14 @@ def test_a_heading_is_about_the_batch_that_was_requested(batches, shown, tmp_pat
     assert gib((WIDTH + shown) * WIDTH * 4) in of_step, "of the arguments"
     assert f"float32[{shown},{WIDTH}]" in of_layers
     assert f"float32[{shown},{WIDTH}]" in of_step
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [([], True), (["--mem-fraction", "0.9"], False), (["--budget", "20GiB"], False), (["--xla-remat"], True)],
+)
+def test_a_heading_says_what_others_give_jax_beside_the_default(argv, said, h100):
+    request = check_run(parse_flags(RunFlags, ["--model", "tiny", "--policy", "dots", "--attention", "xla", *argv]))
+    lines = Session.of(request, h100).heading
+    (number,) = (n for n, line in enumerate(lines) if line.startswith("budget "))
+    assert any("0.85" in line for line in lines[number + 1 : number + 2]) == said

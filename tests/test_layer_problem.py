@@ -15,13 +15,18 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.extend import core
 
 from jaxremat.answer.layer_problem import Keep, layer_problem
+from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.nvidia.speed import speed_of
+from jaxremat.chips.tables import Attention, Product
 from jaxremat.model.transformer import Block
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.spec import Names
+from jaxremat.xla.clock import predict_kernel_time
 from jaxremat.xla.flops import count_step_flops
+from jaxremat.xla.kernels import Kernel, matmul_class
 from tests.roofline import SLOW as SPEED
 from tests.small_models import GPT
 from tests.small_models import LLAMA_NO_DROPOUT as LLAMA
@@ -106,6 +111,44 @@ def test_of_equally_cheap_values_the_last_is_saved(num_bytes):
     problem, _ = layer_problem(autoname(scores), MLP_ARGS[::2], SPEED)
     saved = solve(problem, num_bytes).decision.save
     assert {problem.values[v].name for v in saved} == {"transpose", "transpose.1"}
+
+
+of_h100 = speed_of(load_gpu("h100-80gb")[1])
+assert of_h100
+H100 = of_h100
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("m", "n", "k"), [(16384, 2048, 8192), (512, 512, 512), (8192, 128, 4096), (4096, 50257, 768)])
+def test_a_matmul_costs_what_the_clock_predicts(m, n, k, dtype):
+    """Also where rows aren't aligned, and where a matmul is small or thin, with the tables and without."""
+    args = (struct(m, k, dtype=dtype), struct(k, n, dtype=dtype))
+    flops, num_elements = 2 * m * n * k, m * k + k * n + m * n
+    short, num_bytes = {"bfloat16": ("bf16", 2), "float32": ("f32", 4)}[dtype]
+    product = Product(1, m, n, k, is_aligned=n * num_bytes % 16 == 0)
+    for speed in (H100, replace(H100, tables=None)):
+        problem, _ = layer_problem(autoname(jnp.matmul), args, speed)
+        kind = matmul_class(m * n, flops, num_elements * num_bytes)
+        kernel = Kernel(
+            "dot", "", kind, flops, short, (m * k + k * n) * num_bytes, m * n * num_bytes, 0, 0, 1, None, product
+        )
+        assert cost_of(problem, "dot_general") == pytest.approx(predict_kernel_time(kernel, speed).kernel_s)
+
+
+@pytest.mark.parametrize(("length", "head_size", "window"), [(2048, 128, 0), (1024, 64, 0), (8192, 128, 1024)])
+def test_fused_attention_costs_what_the_clock_predicts(length, head_size, window):
+    def attend(q, k, v):
+        windowed: dict[str, Any] = {"local_window_size": (window - 1, 0)} if window else {}
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn", **windowed)
+
+    qkv = [struct(2, length, heads, head_size, dtype="bfloat16") for heads in (16, 4, 4)]
+    problem, _ = layer_problem(autoname(attend), tuple(qkv), H100)
+    (op,) = (op for op in problem.ops if op.together)
+    shapes = Attention("forward", head_size, min(length, 2 * window) if window else length)
+    moved = sum(problem.values[v].num_bytes for v in (*op.inputs, *op.outputs))
+    kernel = Kernel("fmha", "", "attention", op.flops, "bf16", moved, 0, 0, 0, 1, attention=shapes)
+    assert op.recompute_s == pytest.approx(predict_kernel_time(kernel, H100).kernel_s)
+    assert op.recompute_s > 1.2 * op.flops / H100.flops_per_s("bf16"), "slower than a large matmul"
 
 
 # Whole blocks.

@@ -25,8 +25,8 @@ ROOMS = """
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
 #: that ends in `/` is a folder. The standard library, JAX and NumPy are free.
 WHEN_IMPORTED = {
-    "flax": "model/ policy/linen.py policy/linen_stack.py step/step.py",
-    "optax": "model/ step/",
+    "flax": "maxtext.py model/ policy/linen.py policy/linen_stack.py step/step.py",
+    "optax": "maxtext.py model/ step/",
     "chex": "model/ step/",
     "orbax": "training/checkpoints.py",
     "scipy": "planner/solve.py",

@@ -66,7 +66,7 @@ def test_a_text_is_a_model_of_a_function():
     request = check_run(RunFlags(maxtext="model_name=x per_device_batch_size=4", policy=("own",)))
     assert request.batches == (4,)
     assert (request.flags.model, request.flags.maxtext) == (MAXTEXT, None)
-    assert request.flags.model_arg == ("text=configs/base.yml model_name=x per_device_batch_size=4",)
+    assert request.flags.model_arg == ("text=configs/base.yml model_name=x",)
     assert [one.policy for one in request.policies] == [OWN]
 
 
@@ -84,6 +84,14 @@ def test_one_length():
     with pytest.raises(UsageError) as raised:
         maxtext.workload("model_name=x max_target_length=128", seq_len=64)
     assert "max_target_length=128" in raised.value.got
+
+
+def test_the_batch_of_a_workload_is_no_word_of_its_text():
+    """As a sweep has it: `--model jaxremat.maxtext:workload --model-arg text=... --batch 8` would take 8 in silence."""
+    with pytest.raises(UsageError) as raised:
+        maxtext.workload("model_name=x per_device_batch_size=4", 8)
+    assert "per_device_batch_size=4" in raised.value.got
+    assert "--batch 4" in raised.value.next_step
 
 
 @pytest.mark.full

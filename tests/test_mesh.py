@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.speed import SEVERAL_GPUS
 from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags, set_up_process
 from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.run import main, show_list
 from jaxremat.errors import TargetError, UsageError
-from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, parse_mesh
+from jaxremat.mesh.axes import AXES, BATCH_AXES, MeshShape, OwnAxes, axes_of_data, parse_mesh
 from jaxremat.mesh.sharding import batch_shardings, bytes_of_a_device, state_shardings
 from jaxremat.model.decoder_workload import logical_axes
 from jaxremat.policy.grammar import parse
@@ -55,6 +57,19 @@ EIGHT = MeshShape(fsdp=8)
 )
 def test_a_mesh_is_what_the_flags_say(text, devices, nodes, found):
     assert parse_mesh(text, devices, nodes) == found
+
+
+def test_the_network_of_a_node_is_that_of_its_devices():
+    """3,200 Gbit/s are 400 GB/s, which is what the target has: 50 for each of 8 GPUs. A card without a known one gets times."""
+    speeds = [
+        speed_of(load_gpu(name)[1], parse_mesh("fsdp=16", None, None, gbps))
+        for name, gbps in (("h100-80gb", None), ("h100-80gb", 3200), ("h100-80gb", 800), ("a6000", 800), ("a6000", None))
+    ]
+    found = [speed.links.network_bytes_per_s if speed and speed.links else None for speed in speeds]
+    assert found == [50e9, 50e9, 12.5e9, 12.5e9, None]
+    for mesh in (MeshShape(fsdp=16, nodes=2, network_gbps=800.0), OwnAxes((("rows", 16),), nodes=2, network_gbps=800.0)):
+        assert axes_of_data(mesh.as_data()) == mesh
+        assert "network_gbps" not in replace(mesh, network_gbps=None).as_data()
 
 
 @pytest.mark.parametrize(

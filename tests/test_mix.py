@@ -239,10 +239,12 @@ def test_layers_reject_a_remainder(scan):
     assert re.findall(r"\d+", caught.value.got.partition("exp")[2]) == ["3", str(LAYERS)]
 
 
-def test_remat_rejects_a_mix():
+@pytest.mark.parametrize(("text", "stacked"), [("1*nothing|1*save:exp", True), ("own", False)])
+def test_remat_rejects_what_is_not_of_one_layer(text, stacked):
     with pytest.raises(UnknownPolicyError) as caught:
-        remat(Unnamed, "1*nothing|1*save:exp")
-    assert "1*nothing|1*save:exp" in caught.value.got
+        remat(Unnamed, text)
+    assert repr(text) in caught.value.got
+    assert ("jaxremat.Layers" in caught.value.next_step) is stacked
 
 
 def test_an_unknown_name_lists_the_nearest_of_many():

@@ -90,7 +90,9 @@ def test_the_target_has_the_mesh_of_the_workload(h100):
     assert on_mesh_of(workload, on, TRAIN) is on
     here = Mesh(np.array(jax.devices()[:1]), ("d",))
     few = dataclasses.replace(divided(8, target.devices[:4]), name="few")
+    twice = divided(8, [*target.devices[:7], target.devices[0]])
     for wrong in (
+        twice,
         Workload(loss=lambda w, x: jnp.mean(x @ w), params=jnp.ones((4, 4)), batch=jnp.ones((8, 4)), mesh=here),
         few,
     ):

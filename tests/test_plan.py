@@ -172,6 +172,18 @@ def test_a_named_policy_that_is_faster_is_the_answer():
     assert (found.policy, found.predicted_bytes, found.recompute_s) == (Rule("dots"), None, None)
 
 
+def test_of_equally_fast_steps_the_one_of_the_fewest_bytes_is_the_answer():
+    xla = Xla()
+
+    def compile(policy: Policy, loss: str, batch: int) -> Cost:
+        return replace(xla(policy, loss, batch), step_s=2.0 if policy == NOTHING else 1.0)
+
+    found = find_plan(Steps(layer_at, compile, LAYERS, 6000), losses=("full",), batch=3)
+    assert isinstance(found, Plan)
+    equal = [step.cost.total_bytes for step in found.tried if step.cost == replace(step.cost, step_s=1.0)]
+    assert found.cost.total_bytes == min(total for total in equal if total <= 6000) < max(equal)
+
+
 def test_the_loss_is_chosen():
     """Full is faster where its logits fit, chunked where they would take the room that saving needs."""
     roomy, tight = (plan(Xla(), budget, batch=8) for budget in (10**6, 1000 + 8 * (12 * 20 + 20 + 12 * 30)))

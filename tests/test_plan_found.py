@@ -1,5 +1,6 @@
 """Layers that were found in a program are planned, of one kind or of several that share a budget."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -95,6 +96,15 @@ def test_no_layers_is_one_error_that_says_what_was_looked_at(h100):
             plan_run(run_of(given, h100), losses=("own",), batch=None, max_batch=4)
         assert given.name in caught.value.got
         assert "--layers" in str(caught.value)
+
+
+def test_a_configuration_that_cannot_say_nothing_is_one_error(h100):
+    """A plan is one of the policies that it can say, and `nothing` has the least bytes."""
+    workload = dataclasses.replace(translation(), as_config=lambda policy: None)
+    with pytest.raises(UsageError) as caught:
+        plan_run(run_of(workload, h100), losses=("own",), batch=ROWS, max_batch=ROWS)
+    assert "as_config of translation" in caught.value.got
+    assert caught.value.next_step
 
 
 def test_a_plan_of_two_kinds_speaks_of_each_kind_s_own_values(h100):

@@ -7,7 +7,9 @@ import pytest
 
 from experiments import published
 from experiments.common import RESULTS
+from experiments.kernel_times import whole_steps
 from experiments.published import FILE, Flags, read_rows
+from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.grammar import parse
 
@@ -75,11 +77,25 @@ def test_what_files_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("step", read_rows(FILE).step, ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [*read_rows(FILE).step, *read_rows(FILE).alone], ids=lambda step: step.name)
 def test_each_program_is_filed_as_its_row_says(step):
     """A row that changed is compiled again before its results are filed."""
     header = lzma.decompress((RESULTS / "published" / f"{step.name}.hlo.xz").read_bytes()).partition(b"\n")[0]
     assert json.loads(header)["step"] == step.compiled_from
+
+
+def test_a_filed_program_has_the_scope_of_the_embedding_and_no_other():
+    """Its gradient has a time by its scope. What else a program says of its source isn't filed."""
+    text = lzma.decompress((RESULTS / "published" / "h100-gpt2-nothing.hlo.xz").read_bytes()).decode()
+    assert {line.count("scatter-add") > 0 for line in text.splitlines() if "metadata={" in line} == {True}
+    assert "/embedding/" in text
+
+
+def test_the_interval_of_one_gpu_has_the_whole_steps_that_were_measured():
+    rows = json.loads((RESULTS / "h100-80gb/published.json").read_text())["alone"]
+    assert [row["name"] for row in rows] == [step.name for step in read_rows(FILE).alone]
+    assert len(whole_steps()) > len(rows)
+    assert all(abs(longer) <= load_calibration((9, 0)).error for longer in whole_steps())
 
 
 @pytest.mark.full
@@ -92,6 +108,10 @@ def test_the_filed_seconds_are_those_of_the_filed_programs():
         if step.target == "h100-80gb" and step.maxtext and "llama2-7b" not in step.maxtext:  # the others are larger texts
             for name, seconds in published.predicted(*published.program_of(step, Flags())).items():
                 assert filed[step.name][name] == pytest.approx(seconds, rel=1e-6), (step.name, name)
+    alone = {row["name"]: row for row in json.loads((RESULTS / "h100-80gb/published.json").read_text())["alone"]}
+    for step in read_rows(FILE).alone:
+        for name, seconds in published.predicted(*published.program_of(step, Flags())).items():
+            assert alone[step.name][name] == pytest.approx(seconds, rel=1e-6), (step.name, name)
 
 
 @pytest.mark.full

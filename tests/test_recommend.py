@@ -295,3 +295,15 @@ def test_a_trial_is_named_by_its_devices():
     argv = ["--model", "tiny", "--target", "h100-80gb", "--devices", "1,4", "--policy", "dots"]
     cells = cells_of(parse_flags(RecommendFlags, argv))
     assert [(one.num_devices, one.seq_len) for cell in cells for one in cell.trials.values()] == [(1, None), (4, None)]
+
+
+def test_a_network_is_of_the_trials_on_several_nodes(capsys):
+    argv = ["--model", "tiny", "--target", "h100-80gb", "--policy", "dots", "--devices"]
+    several, slow = (
+        cells_of(parse_flags(RecommendFlags, [*argv, "8,16", *more])) for more in ([], ["--network-gbps", "100"])
+    )
+    for before, after in zip(several, slow, strict=True):
+        assert before.trials["dots"].key != after.trials["dots"].key
+    assert "--network-gbps" not in capsys.readouterr().err
+    cells_of(parse_flags(RecommendFlags, [*argv, "1,8", "--network-gbps", "100"]))
+    assert "--network-gbps" in capsys.readouterr().err

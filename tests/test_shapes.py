@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import matmuls, shapes
+from experiments import shapes
 from experiments.shapes import EncoderBlock, compile_drawn, draw, is_accepted, rows_of
 
 #: Of seed 0: odd lengths, widths and batches; 59 is an encoder block.
@@ -58,13 +58,3 @@ def test_a_process_that_dies_is_one_failure(monkeypatch):
     rows = list(rows_of(shapes.Flags(jobs=1), [1, 2, 3]))
     assert [(row["number"], row["outcome"]) for row in rows] == [(1, "ok"), (2, "failed"), (3, "ok")]
     assert rows[1]["error"].endswith("killed")
-
-
-@pytest.mark.full
-@pytest.mark.any_jax
-def test_matmuls_both_ways(tmp_path, h100):
-    argv = ["--models", "tiny", "--policies", "nothing", "--batch", "1", "--out", str(tmp_path)]
-    assert matmuls.main(argv) == 0
-    (row,) = json.loads((tmp_path / "h100-80gb" / "matmuls.json").read_text())["matmuls"]
-    assert row["cublas_bytes"] - row["triton_bytes"] == pytest.approx(row["workspace_bytes"], rel=0.05)
-    assert row["cublas_s"] > 0

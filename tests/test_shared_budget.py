@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxremat.planner.candidates import best_candidate, candidates, named_policies, without_flops
+from experiments.planner import without_flops
+from jaxremat.planner.candidates import best_candidate, candidates, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.evaluate import evaluate

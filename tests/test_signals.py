@@ -21,8 +21,8 @@ from jaxremat.xla.results import SIZE
 pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
 SECONDS = 10
-COMPILED = ["--model", "tiny", "--target", "h100-80gb"]
-SMALL = [*COMPILED, "--num-layers", "1", "--attention", "xla", "--loss", "chunked", "--batch", "8"]
+#: Choosing the attention takes a compile.
+SMALL = ["--model", "tiny", "--target", "h100-80gb", "--num-layers", "1", "--attention", "xla", "--loss", "chunked"]
 LONG = ["--model", "tiny", "--num-steps", "100000", "--eval-every", "0", "--sample-tokens", "0"]
 
 
@@ -70,7 +70,7 @@ def test_a_command_ends_while_it_starts(number):
 def test_a_command_ends_while_xla_compiles(number, tmp_path):
     """What was found before is printed, and is in the file."""
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *COMPILED, "--policy", "nothing", "--batch", *map(str, range(1, 9)), "--out", str(out)]
+    argv = ["jaxremat.run", *SMALL, "--policy", "nothing", "--batch", *map(str, range(1, 9)), "--out", str(out)]
     code, seconds, printed, err = ended_by(number, argv, lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert code == EXIT_CODE
@@ -83,7 +83,7 @@ def test_a_command_ends_while_xla_compiles(number, tmp_path):
 def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path):
     """It is a record, too, and no plan."""
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *SMALL, "--policy", "auto"]
+    argv = ["jaxremat.run", *SMALL, "--batch", "8", "--policy", "auto"]
     code, seconds, printed, err = ended_by(signal.SIGINT, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
@@ -94,7 +94,7 @@ def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path
 
 def test_the_meshes_so_far_are_printed(tmp_path):
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *SMALL, "--devices", "2", "--mesh", "auto", "--policy", "nothing"]
+    argv = ["jaxremat.run", *SMALL, "--batch", "8", "--devices", "2", "--mesh", "auto", "--policy", "nothing"]
     code, seconds, printed, err = ended_by(signal.SIGTERM, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
@@ -107,7 +107,7 @@ def test_the_meshes_so_far_are_printed(tmp_path):
 
 
 def test_a_training_says_what_it_finishes():
-    argv = ["jaxremat", "train", *LONG]
+    argv = ["jaxremat", "train", *LONG, "--num-layers", "1", "--seq-len", "32", "--batch", "2"]
     code, seconds, _, err = ended_by(signal.SIGTERM, argv, lambda line: "tokens/s" in line)
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
     assert "finishing step" in err

@@ -115,6 +115,11 @@ def test_a_changed_file_changes_the_hash_if_it_is_imported(write: Write, file, c
     assert (source_hash("train.py:workload") != before) is changes
 
 
+def test_a_workload_of_this_package_has_no_user_s_modules():
+    """Its source is hashed with each trial as it is."""
+    assert own_modules(find_source("jaxremat.maxtext:workload")).keys() == {"jaxremat.maxtext"}
+
+
 def test_a_file_that_cannot_be_read(write: Write, tmp_path):
     """Reading the memory of a process at its address 0 fails, for whomever."""
     write("train.py", "import mine")

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +112,48 @@ def test_attention_with_a_window_takes_as_long_as_on_an_h200():
     assert predict_step_time(module, speed).step_s == pytest.approx(row["kernel_s"], rel=0.07)
 
 
+EMBEDDING = """HloModule jit_op, is_scheduled=true
+
+%add (a: TYPE[], b: TYPE[]) -> TYPE[] {
+  %a = TYPE[] parameter(0)
+  %b = TYPE[] parameter(1)
+  ROOT %sum = TYPE[] add(%a, %b)
+}
+
+ENTRY %main (tokens: s32[ROWS,1], rows: TYPE[ROWS,WIDTH]) -> TYPE[VOCABULARY,WIDTH] {
+  %tokens = s32[ROWS,1]{1,0} parameter(0)
+  %rows = TYPE[ROWS,WIDTH]{1,0} parameter(1)
+  %zero = TYPE[] constant(0)
+  %zeros = TYPE[VOCABULARY,WIDTH]{1,0} broadcast(%zero), dimensions={}
+  ROOT %scatter = TYPE[VOCABULARY,WIDTH]{1,0} scatter(%zeros, %tokens, %rows), update_window_dims={1}, inserted_window_dims={0},
+    scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add, metadata={op_name="jit(op)/SCOPE/scatter-add"}
+}
+""".replace(",\n    scatter", ", scatter")
+
+
+def seconds_of_gradient(row: dict[str, Any], scope: str = "embedding", unique: bool = False) -> float:
+    sizes = {"ROWS": row["num_tokens"], "WIDTH": row["width"], "VOCABULARY": row["vocabulary"], "SCOPE": scope}
+    text = EMBEDDING.replace("TYPE", {"bfloat16": "bf16", "float32": "f32"}[row["dtype"]])
+    for name, size in sizes.items():
+        text = text.replace(name, str(size))
+    speed = speed_of(load_gpu("h100-80gb")[1])
+    assert speed is not None
+    return predict_step_time(
+        parse(text.replace(", to_apply", ", unique_indices=true, to_apply" * unique or ", to_apply")), speed
+    ).step_s
+
+
+def test_the_gradient_of_an_embedding_takes_as_long_as_on_an_h100():
+    """One number is fitted to tokens of text in bfloat16. They wait for each other, and those of float32 don't."""
+    rows = json.loads((RESULTS / "nvidia-h100-80gb-hbm3" / "kernel_tables.json").read_text())["scatter"]
+    found = {(row["dtype"], row["num_tokens"], row["width"]): row for row in rows if row["tokens"] == "as in text"}
+    assert len(found) == 12
+    for row in found.values():
+        assert seconds_of_gradient(row) == pytest.approx(row["kernel_s"], rel=0.4), row
+    row = found["bfloat16", 16384, 768]
+    assert seconds_of_gradient(row, "rows of experts") == seconds_of_gradient(row, unique=True) < 0.2 * row["kernel_s"]
+
+
 def test_collectives_inside_a_node():
     found = tables()
     pair, node = (found.collective_s("all-gather", devices, 2**30) or 0.0 for devices in (2, 8))
@@ -121,6 +164,17 @@ def test_collectives_inside_a_node():
         2**8 * (found.collective_s("all-gather", 8, 2**32) or 0)
     )
     assert found.collective_s("all-gather", 5, 2**30) is None
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_reduce_scatter_takes_about_as_long_as_a_gather(generation):
+    """Both send as many bytes. Four H100s scattered 146.8 MB in 400 to 460 us (the profile h100-maxtext)."""
+    found = tables(generation)
+    for num_devices in (2, 4, 8):
+        scatter, gather = (found.collective_s(kind, num_devices, 2**30) or 0 for kind in ("reduce-scatter", "all-gather"))
+        assert scatter == pytest.approx(gather, rel=0.4)
+    if generation == (9, 0):
+        assert 400e-6 < (found.collective_s("reduce-scatter", 4, 146_800_640) or 0) < 460e-6
 
 
 def test_other_links_have_no_table():

@@ -52,6 +52,8 @@ def test_whole_numbers_have_bounds(config, name, value):
         ("--devices", MAX_DEVICES + 1),
         ("--devices", 10**20),
         ("--nodes", 10**20),
+        ("--network-gbps", 10**7),
+        ("--network-gbps", -1),
         ("--num-layers", 10**13),
         ("--accumulate", 10**18),
         ("--steps", 10**20),

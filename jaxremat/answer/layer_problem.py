@@ -30,7 +30,8 @@ from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
 from jaxremat.policy.tree import combine, is_float, partition
-from jaxremat.xla.flops import equation_flops
+from jaxremat.xla.flops import equation_flops, requested_attention
+from jaxremat.xla.kernels import matmul_class
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
@@ -83,9 +84,10 @@ def layer_problem(
 
     `Op.flops` is exact by the rules of `count_step_flops`. `Op.recompute_s` is an estimate:
 
-    * Matmuls, convolutions, attention, loops, branches and sorts take the longer of two times, plus one launch: that of their
-      FLOPs at the reachable rate, and that of their operands' and results' bytes at the reachable bandwidth. A `while` counts
-      as one turn.
+    * Matmuls, fused attention and convolutions take what the clock predicts for such a kernel (`chips/speed.py`): the longer of
+      two times, plus one launch. These are the time of their FLOPs, by the measured table of their shapes or by the share of
+      the peak that their class reaches, and that of their operands' and results' bytes. Loops, branches and sorts take the
+      same times at a large matmul's rate. A `while` counts as one turn.
     * Reductions over other axes than the last take the time of the bytes that they read and write, plus one launch.
     * Everything else is fused: norms and softmaxes, with what they read and write. If a matmul or another operation of the
       first kind reads the result, itself or through a view, it is written and read once, plus one launch. Otherwise it takes a
@@ -304,8 +306,13 @@ def _recompute_seconds(
         if equation.outputs[0] in lies.gathers:
             return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
-            flops_s = lies.flops(equation) / _matmul_rate(equation, speed)
-            return max(flops_s, traffic(equation, moved)) + speed.launch_s
+            product, attention, flops = lies.product(equation), requested_attention(equation.eqn), lies.flops(equation)
+            kind: KernelClass = "attention" if attention else "convolution"
+            if product:
+                num_bytes = sum(lies.moved_bytes(equation, number) for number in moved)
+                kind = matmul_class(product.batch * product.m * product.n, flops, num_bytes)
+            flops_s = flops / speed.kernel_flops_per_s(_dtype(equation), kind, product, attention)
+            return max(flops_s, traffic(equation, moved, kind)) + speed.launch_s
         if equation.kind in _VIEWS:
             return 0.0
         if _is_reduction(equation) and not (fused_reductions and _is_of_rows(equation)):
@@ -365,6 +372,7 @@ def _is_of_rows(equation: Equation) -> bool:
     return set(equation.eqn.params.get("axes", ())) == {equation.eqn.invars[0].aval.ndim - 1}
 
 
-def _matmul_rate(equation: Equation, speed: DeviceSpeed) -> float:
-    wide = equation.eqn.invars[0].aval.dtype.itemsize >= 4 if equation.eqn.invars else True
-    return speed.flops_per_s("f32" if wide else "bf16")
+def _dtype(equation: Equation) -> str:
+    """The type of the first operand, as XLA calls it: it decides the peak rate."""
+    dtype = str(equation.eqn.invars[0].aval.dtype) if equation.eqn.invars else "float32"
+    return dtype.replace("bfloat", "bf").replace("float", "f").replace("complex", "c")

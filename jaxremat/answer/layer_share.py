@@ -19,11 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.tables import Product
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
 from jaxremat.xla.collectives import Collective, collective_seconds
-from jaxremat.xla.flops import equation_flops
+from jaxremat.xla.flops import equation_flops, requested_product
 
 #: By shape and dtype, the number of parts in which parameters lie on the devices of a mesh.
 Parts = Mapping[tuple[tuple[int, ...], str], int]
@@ -113,13 +114,19 @@ class Lies:
         """FLOPs of an operation on one device."""
         return equation_flops(equation.eqn).total // self.share.num_sharing
 
+    def product(self, equation: Equation) -> Product | None:
+        """The shapes of a matmul on one device, of which devices that share it have some rows each."""
+        product = requested_product(equation.eqn)
+        return product and replace(product, m=max(1, product.m // self.share.num_sharing))
+
     def gather_seconds(self, number: int, speed: DeviceSpeed) -> float:
         """Exposed seconds of the gather that makes a value."""
         assert self.share.mesh is not None, "without a mesh there are no gathers"
         if speed.links is None or not self.share.axes.gather_axes:
             return 0.0
         groups = groups_along(self.share.mesh, self.share.axes.gather_axes)
-        return self.share.waits * collective_seconds(Collective("all-gather", self.num_bytes(number), groups), speed.links)
+        gather = Collective("all-gather", self.num_bytes(number), groups)
+        return self.share.waits * collective_seconds(gather, speed.links, speed.tables)
 
 
 def _with_gathers_alone(program: Program, gathers: set[int]) -> Program:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
-from jaxremat.errors import CompileError
+from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.outlook import SpeedBound, speed_bounds
@@ -230,6 +230,11 @@ class _Compiles:
         """The steps for one search of the planner, and what counts its compiles."""
         compiles = compiles or Compiles()
         layers, _ = self.layers_at(batch or self.trials.workload_at().num_samples or 1)
+        if not layers.layer.allows(NOTHING):
+            raise UsageError(
+                f"as_config of {self.trials.factory.name} gives no lines for the policy nothing, which a plan begins with",
+                next_step="return the lines of full remat for it, such as ('remat: full',), or () if it needs none",
+            )
         return Steps(
             layer_at=lambda batch: self.layers_at(batch)[0].layer,
             compile=lambda policy, loss, batch: self.compile(policy, loss, batch, compiles),

@@ -22,7 +22,7 @@ from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.trial.details import PlannedLayout, TriedStep
-from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord
+from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
 
@@ -125,22 +125,18 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         target=trials.target.name,
         seq_len=trials.factory.facts(trials.train).seq_len,
         objective=objective,
+        **picked(found, "loss batch recompute_s bound_s prices more"),
         policy=str(found.policy),
-        loss=found.loss,
         layout=trials.factory.layout(),
         layouts=tuple(_layout(one) for one in (planned, *planned.others)) if planned.others else (),
         unrolled_error=planned.rejected or None,
-        batch=found.batch,
         max_batch=max_batch if is_limited else None,
         budget_bytes=trials.budget_bytes,
         total_bytes=found.cost.total_bytes,
         predicted_total_bytes=found.predicted_bytes,
         step_s=found.cost.step_s,
-        recompute_s=found.recompute_s,
-        bound_s=found.bound_s,
+        paired_error=trials.target.speed.paired_error if trials.target.speed else None,
         layers=_by_layer(found.policy, planned.kinds),
-        prices=found.prices,
-        more=found.more,
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
         as_config=as_config(found.policy) if as_config else None,
@@ -165,10 +161,8 @@ def _layout(planned: Planned) -> PlannedLayout:
     return PlannedLayout(
         layout=layout,
         policy=str(found.policy),
-        loss=found.loss,
-        batch=found.batch,
-        total_bytes=found.cost.total_bytes,
-        step_s=found.cost.step_s,
+        **picked(found, "loss batch"),
+        **picked(found.cost, "total_bytes step_s"),
         tokens_per_s=row.tokens_per_s,
         compile_s=(row.lower_s or 0.0) + (row.compile_s or 0.0),
     )
@@ -256,10 +250,7 @@ def answer_largest(
             max_batch=max_batch,
             budget_bytes=trials.budget_bytes,
             budget_terms=trials.budget_terms,
-            step_s=row.step_s if row else None,
-            step_source=row.step_source if row else None,
-            tokens_per_s=row.tokens_per_s if row else None,
-            samples_per_s=row.samples_per_s if row else None,
+            **(picked(row, "step_s step_source tokens_per_s samples_per_s") if row else {}),
             num_compiles=len(steps.requested),
             versions=versions(),
         )

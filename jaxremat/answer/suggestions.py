@@ -14,7 +14,7 @@ from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.planner.batch import largest_batch
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
-from jaxremat.trial.record import SuggestionRecord, TrialRecord
+from jaxremat.trial.record import SuggestionRecord, TrialRecord, picked
 from jaxremat.trial.trials import Trials
 
 #: The policies to try, from the one that saves the most to the one that saves the least.
@@ -163,21 +163,6 @@ def _total(row: TrialRecord) -> int:
 
 def _suggestion(flags: str, row: TrialRecord, num_compiles: int) -> SuggestionRecord:
     assert row.total_bytes is not None
-    return SuggestionRecord(
-        model=row.model,
-        target=row.target,
-        flags=flags,
-        policy=row.policy,
-        loss=row.loss,
-        optimizer=row.optimizer,
-        batch=row.batch,
-        accumulate=row.accumulate,
-        total_bytes=row.total_bytes,
-        budget_bytes=row.budget_bytes,
-        step_s=row.step_s,
-        step_source=row.step_source,
-        tokens_per_s=row.tokens_per_s,
-        samples_per_s=row.samples_per_s,
-        num_compiles=num_compiles,
-        versions=versions(),
-    )
+    names = "model target policy loss optimizer batch accumulate total_bytes budget_bytes step_s step_source tokens_per_s"
+    taken = picked(row, f"{names} samples_per_s")
+    return SuggestionRecord(**taken, flags=flags, num_compiles=num_compiles, versions=versions())

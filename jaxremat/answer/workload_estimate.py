@@ -122,16 +122,18 @@ def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool, share: Share) -> Equ
 def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
     """The speed of a device that is `times` times slower.
 
-    A layer takes as long on it as `times` such layers take.
+    A layer takes as long on it as `times` such layers take. Its kernels have the speed that they have in a training.
     """
+    slower = times / speed.training_share
     return replace(
         speed,
-        bf16_flops=speed.bf16_flops / times,
-        f32_flops=speed.f32_flops / times,
-        bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / times,
+        bf16_flops=speed.bf16_flops / slower,
+        f32_flops=speed.f32_flops / slower,
+        f16_flops=speed.f16_flops and speed.f16_flops / slower,
+        bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / slower,
         host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
-        clocks_per_s=speed.clocks_per_s / times,
-        calibration=replace(speed.calibration, launch_s=speed.launch_s * times),
+        clocks_per_s=speed.clocks_per_s / slower,
+        calibration=replace(speed.calibration, launch_s=speed.launch_s * slower),
     )
 
 

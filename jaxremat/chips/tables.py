@@ -11,9 +11,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 Direction = Literal["forward", "backward"]
+#: Of each collective, the sizes in a table whose bytes take no time, beginning with the smallest.
+NUM_SMALL = 5
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,17 @@ class Tables:
         if num_bytes > largest:
             return seconds[largest] * num_bytes / largest
         return _between(seconds, max(num_bytes, min(seconds)))
+
+    def latency_s(self, kind: str) -> float:
+        """Seconds of a collective of few bytes inside a node, over as many devices as were measured.
+
+        Of a kind without a table, they are those of the quickest kind. 0 if there is no table.
+        """
+        of_kind = {key: seconds for key, seconds in self.collectives.items() if key[0] == kind}
+        if not of_kind:
+            return min((self.latency_s(known) for known, _ in self.collectives), default=0.0)
+        seconds = of_kind[max(of_kind)]
+        return median(seconds[size] for size in sorted(seconds)[:NUM_SMALL])
 
 
 def _between(values: Mapping[int, float], at: int) -> float:

@@ -23,6 +23,7 @@ from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
 from jaxremat.cli.price_file import read_prices
 from jaxremat.errors import UsageError
+from jaxremat.mesh.axes import parse_mesh
 from jaxremat.session.flags import RecommendFlags, RunFlags
 from jaxremat.session.request import MESH_AUTO, requested_model, without_maxtext
 from jaxremat.session.session import note
@@ -138,6 +139,9 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         cells.append(Cell(describe(target)[0], num_devices, of_cell, trials))
     check_some_valid(checked)
     check_installed(_targets(flags))
+    nodes = [mesh.nodes for one in cells if (mesh := parse_mesh(None, one.flags.devices))]
+    if flags.network_gbps is not None and max(nodes, default=1) == 1:
+        note("--network-gbps has no effect: the devices are on one node")
     return cells
 
 

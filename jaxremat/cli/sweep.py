@@ -72,7 +72,7 @@ def show(lines: "list[Line]") -> None:
     """Prints a table for each model and target, and the trials that failed."""
     from jaxremat.report.policy_text import policies_in_full
     from jaxremat.report.screen import print_text, shared_screen
-    from jaxremat.report.sentences import rank_sentence, source_sentence
+    from jaxremat.report.sentences import rank_sentence, source_sentence, tied_sentences
     from jaxremat.report.sweep import failure_sentences, sweep_table
     from jaxremat.trial.ranks import rank_records
 
@@ -81,7 +81,7 @@ def show(lines: "list[Line]") -> None:
         of_one = list(group)
         answers = [line.answer for line in of_one if line.answer]
         console.print(sweep_table(of_one))
-        print_text(console, *map(rank_sentence, rank_records(answers)))
+        print_text(console, *tied_sentences(answers), *map(rank_sentence, rank_records(answers)))
         for line in policies_in_full(answers):
             console.print(line, soft_wrap=True)
         console.print()

@@ -51,6 +51,8 @@ _MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
 DEVICES_OF_NODE = 8
 #: The most devices of a mesh: the next power of two above those of the largest machines of today.
 MAX_DEVICES = 2**17
+#: Gbit/s of a node, some ten times those of a rack of 72 GPUs with an adapter of 800 each.
+MAX_NETWORK_GBPS = 10**6
 _EXAMPLE = "--mesh data=2,fsdp=8"
 
 
@@ -60,10 +62,12 @@ class MeshAxes(abc.ABC):
     Attributes:
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
         topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
+        network_gbps: Gbit/s that a node sends to others. Its devices share them evenly. None for what the target has.
     """
 
     nodes: int
     topology: str
+    network_gbps: float | None
 
     @property
     @abc.abstractmethod
@@ -129,6 +133,7 @@ class MeshShape(MeshAxes):
         expert: size of the axis `expert`.
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
         topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
+        network_gbps: as in `MeshAxes`.
     """
 
     data: int = 1
@@ -137,6 +142,7 @@ class MeshShape(MeshAxes):
     expert: int = 1
     nodes: int = 1
     topology: str = ""
+    network_gbps: float | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -163,7 +169,7 @@ class MeshShape(MeshAxes):
         return self.num_devices // self.tensor
 
     def as_data(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value != ""}
+        return {name: value for name, value in asdict(self).items() if value not in ("", None)}
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class OwnAxes(MeshAxes):
         of_params: the axes that divide a parameter, or an array of the optimizer's state.
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
         topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
+        network_gbps: as in `MeshAxes`.
     """
 
     named: tuple[tuple[str, int], ...]
@@ -185,6 +192,7 @@ class OwnAxes(MeshAxes):
     of_params: tuple[str, ...] = ()
     nodes: int = 1
     topology: str = ""
+    network_gbps: float | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -207,7 +215,9 @@ class OwnAxes(MeshAxes):
         return 1
 
     def as_data(self) -> dict[str, Any]:
-        return {"axes": dict(self.named), "nodes": self.nodes} | ({"topology": self.topology} if self.topology else {})
+        topology = {"topology": self.topology} if self.topology else {}
+        network = {} if self.network_gbps is None else {"network_gbps": self.network_gbps}
+        return {"axes": dict(self.named), "nodes": self.nodes, **topology, **network}
 
 
 def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
@@ -223,6 +233,7 @@ def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
     return OwnAxes(
         tuple(msgspec.convert(data["axes"], dict[str, int]).items()),
         nodes=msgspec.convert(data.get("nodes", 1), int),
+        network_gbps=msgspec.convert(data.get("network_gbps"), float | None),
         topology=msgspec.convert(data.get("topology", ""), str),
     )
 
@@ -234,11 +245,12 @@ def parse_mesh(
     text: str | None,
     devices: int | None = None,
     nodes: int | None = None,
+    network_gbps: float | None = None,
     *,
     devices_of_node: int | None = DEVICES_OF_NODE,
     topology: str = "",
 ) -> MeshShape | None:
-    """The mesh that the flags `--mesh`, `--devices` and `--nodes` ask for.
+    """The mesh that the flags `--mesh`, `--devices`, `--nodes` and `--network-gbps` request.
 
     None for one device, if no flag was given.
 
@@ -272,7 +284,7 @@ def parse_mesh(
         raise _bad_mesh(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
-    return MeshShape(**sizes, nodes=num_nodes, topology=topology)
+    return MeshShape(**sizes, nodes=num_nodes, topology=topology, network_gbps=network_gbps)
 
 
 def _fewest_nodes(num_devices: int, devices_of_node: int) -> int:

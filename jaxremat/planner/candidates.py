@@ -127,19 +127,6 @@ def _candidate(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], n
     )
 
 
-def without_flops(layer: LayerEstimate) -> Policy:
-    """The policy of the fewest bytes under which no matmul, attention or convolution runs twice."""
-    problem = layer.problem
-    ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)
-    all_bytes = sum(value.num_bytes for value in problem.values)
-    price = 0.5 / max(1, all_bytes)  # saving all bytes together costs less than running one operation
-    values = tuple(replace(value, save_s=0.0) for value in problem.values)
-    weighed = replace(problem, ops=ops, values=values, save_s_per_byte=price)
-    decision = solve(weighed, all_bytes).decision
-    fused = frozenset(v for op in problem.ops if op.together for v in op.outputs)
-    return policy_of(layer, decision, attention=bool(fused) and fused <= decision.save)
-
-
 def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
     """The named policies that a plan is compared with, and the estimated values each saves.
 

@@ -72,6 +72,9 @@ class Steps:
         """Whether a compiled step is within the budget."""
         return cost.total_bytes <= self.budget_bytes
 
-    def rank(self, cost: Cost) -> tuple[bool, float]:
-        """A sort key: steps that fit come first, by seconds. Steps that don't fit follow, by bytes."""
-        return (False, cost.step_s) if self.fits(cost) else (True, cost.total_bytes)
+    def rank(self, cost: Cost) -> tuple[bool, float, int]:
+        """A sort key: steps that fit come first, by seconds and then by bytes.
+
+        Steps that don't fit follow, by bytes.
+        """
+        return (False, cost.step_s, cost.total_bytes) if self.fits(cost) else (True, cost.total_bytes, 0)

@@ -28,7 +28,7 @@ from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.names import named_values, resolve
 from jaxremat.policy.offload import check_scan
-from jaxremat.policy.spec import LayerPolicy, Policy
+from jaxremat.policy.spec import OWN, LayerPolicy, Policy
 from jaxremat.policy.state import has_objects, is_linen_class, is_module_class, on_arrays
 from jaxremat.policy.tree import combine, is_array, partition
 
@@ -56,7 +56,8 @@ def remat(
         call of an instance. Updates of NNX state in a call, such as those of dropout and BatchNorm, are the caller's.
 
     Raises:
-        UnknownPolicyError: `policy` doesn't parse, or it is a policy for several layers (`every:K`, `one-in:K`, a mix).
+        UnknownPolicyError: `policy` doesn't parse, or it is a policy for several layers (`every:K`, `one-in:K`, a mix),
+            or for a whole loss (`own`).
         UnknownNameError: no value of `target` carries a name in `policy`. This is raised at the first call.
         UsageError: `target` is neither a module class nor a function. Or the policy offloads, and a GPU would compute wrong
             gradients if the layer is in a scan (`offload.py`). This is raised at the call, also with `in_scan=False`: the loop
@@ -64,10 +65,11 @@ def remat(
     """
     policy = as_policy(policy)
     if not isinstance(policy, LayerPolicy):
+        stacked = f"stack the layers with jaxremat.Layers(layer, num_layers=..., policy={str(policy)!r})"
         raise UnknownPolicyError(
-            f"policy {str(policy)!r} speaks of several layers, and remat wraps one",
+            f"policy {str(policy)!r} is about {'a whole loss' if policy == OWN else 'several layers'}, and remat wraps one layer",
             allowed="a policy for one layer, such as nothing, dots or save:NAME",
-            next_step=f"stack the layers with jaxremat.Layers(layer, num_layers=..., policy={str(policy)!r})",
+            next_step="leave remat out, or use none: both leave the layer as it is" if policy == OWN else stacked,
         )
     if policy.is_none:
         return target

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxremat.errors import bad_value
+from jaxremat.errors import bad_value, both, reject
 
 if TYPE_CHECKING:
     from jaxremat.policy.spec import Policy
@@ -121,3 +121,21 @@ def config_batch(words: Sequence[str]) -> int | None:
             "--maxtext", f"per_device_batch_size={given[-1]}", "a whole number from 1 up", "per_device_batch_size=1"
         )
     return int(given[-1].partition(".")[0]) if given else None
+
+
+def workload_words(text: str, seq_len: int | None = None) -> tuple[str, ...]:
+    """The words of a workload, whose batch is an argument of its own.
+
+    `seq_len` becomes `max_target_length`.
+
+    Raises:
+        UsageError: the text isn't valid, or it has a batch, or a length beside `seq_len`.
+    """
+    words = config_words(text)
+    batch, length = config_batch(words), next((word for word in words if word.startswith("max_target_length=")), "")
+    reject(
+        (batch, f"the text of a workload has per_device_batch_size={batch}", f"leave it out, and give --batch {batch}",
+         "the batch of a workload is an argument of its own"),
+        (seq_len and length, both(length, f"sequences of {seq_len} tokens"), "leave it out beside --seq-len or --lengths"),
+    )  # fmt: skip
+    return words if seq_len is None else (*words, f"max_target_length={seq_len}")

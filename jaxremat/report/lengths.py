@@ -10,6 +10,7 @@ from jaxremat.report.table import counted, list_table, number
 from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
 from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.ties import trial_ties
 from jaxremat.units import gib
 
 
@@ -18,7 +19,7 @@ def lengths_table(rows: Sequence[TrialRecord]) -> Table:
 
     A row without a fit has the bytes that it needs.
     """
-    table = steps_table("lengths", "lengths side by side", rows)
+    table = steps_table("lengths", "lengths side by side", rows, tied=trial_ties(rows))
     table.collapse_padding = True
     return table
 

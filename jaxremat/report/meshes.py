@@ -6,10 +6,12 @@ fsdp=8 is the fastest of 5 meshes of 8 GPUs: 12,012 tokens/s a GPU, predicted.
 from rich.table import Table
 
 from jaxremat.report.policy_text import shortened
+from jaxremat.report.sentences import tied_sentence
 from jaxremat.report.steps import LAYOUT_WORDS, steps_table
 from jaxremat.report.table import counted
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
+from jaxremat.trial.ties import ties
 from jaxremat.units import gib, percent_up
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import with_preset
@@ -23,9 +25,18 @@ def meshes_table(record: MeshChoiceRecord) -> Table:
     nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
     title = f"meshes of {record.num_devices} x {record.target}{nodes}: GiB and tokens/s of one device"
     rate = "samples/s" if record.loss == OWN_LOSS and record.seq_len is None else "tokens/s"
-    return steps_table(
-        "meshes", title, sorted(record.meshes, key=_rank), titles={"rate": rate, "at most": f"at most\n{rate}"}
-    )
+    titles = {"rate": rate, "at most": f"at most\n{rate}"}
+    return steps_table("meshes", title, sorted(record.meshes, key=_rank), titles=titles, tied=_tied(record))
+
+
+def _tied(record: MeshChoiceRecord) -> list[ComparedMesh]:
+    """The meshes that are as fast as the fastest one, that one included."""
+    return ties(record.meshes, lambda one: one.tokens_per_s, lambda *_: record.paired_error or 0.0)
+
+
+def mesh_sentences(record: MeshChoiceRecord) -> list[str]:
+    """What the mark of equally fast meshes means, if one has it, and then `mesh_sentence`."""
+    return [*([tied_sentence(record.paired_error or 0.0)] if _tied(record) else []), mesh_sentence(record)]
 
 
 def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
@@ -56,7 +67,8 @@ def mesh_sentence(record: MeshChoiceRecord) -> str:
         return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, {by}."
     bound = max((one.bound_tokens_per_s or 0.0 for one in compared if one.mesh != record.mesh), default=0.0)
     over = bound / reached - 1
-    place = "the fastest" if over <= 0 else f"within {percent_up(over)} of the fastest"
+    fastest = f"one of the {len(tied)} fastest" if (tied := _tied(record)) else "the fastest"
+    place = fastest if over <= 0 else f"within {percent_up(over)} of the fastest"
     under = with_preset("a plan" if is_plan else f"policy {shortened(record.requested_policy)}", record.xla_preset)
     others = f": no step on another one has more than {bound:,.0f} tokens/s a device, by the same model" if bound else ""
     return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}."

@@ -103,6 +103,8 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
     chosen, other = plan.layouts
     slower = 100 * (1 - (other.batch / other.step_s) / (chosen.batch / chosen.step_s))
     difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} tokens a second"
+    if plan.paired_error and abs(slower) < 100 * plan.paired_error:
+        difference += f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})"
     if other.layout == "loop":
         because = "in a loop XLA copies what is saved into stacks and out of them again"
         return [

@@ -15,7 +15,7 @@ from rich.text import Text
 from jaxremat.report import explain as memory
 from jaxremat.report import sentences, steps
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, no_fit_sentences, rates_table
-from jaxremat.report.meshes import mesh_sentence, meshes_table
+from jaxremat.report.meshes import mesh_sentences, meshes_table
 from jaxremat.report.plan import code_to_paste, plan_parts
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.saved import saved_sentences
@@ -124,7 +124,7 @@ class Printer:
         try:
             self._report.record(record)
         finally:  # where the file can't be written, this is printed all the same
-            self._report.show(meshes_table(record), mesh_sentence(record))
+            self._report.show(meshes_table(record), *mesh_sentences(record))
 
     def policy_done(self, *, as_frontier: bool = False) -> None:
         """Prints the table of one policy and the answer in a sentence, or the table of a frontier.
@@ -189,7 +189,7 @@ class Printer:
         self._all += rows
         self.answers += rows
         if rows:
-            self._report.show(steps.frontier_table(rows))
+            self._report.show(steps.frontier_table(rows), *sentences.tied_sentences(rows))
             self._say_in_full(rows)
             self._report.show(*sentences.job_sentences(rows))
             if remat := max(row.num_xla_remat or 0 for row in rows):
@@ -219,8 +219,10 @@ class Printer:
         if self._lengths:
             return buckets_table(self._lengths), rates_table(self._lengths), *lengths_sentences(self._lengths)
         if len({row.seq_len for row in self.answers}) > 1:
-            return lengths_table(self.answers), *no_fit_sentences(self.answers)
-        return [steps.policy_table(self.answers, "policies side by side")] if self._num_policies > 1 else []
+            return lengths_table(self.answers), *sentences.tied_sentences(self.answers), *no_fit_sentences(self.answers)
+        if self._num_policies < 2:
+            return []
+        return steps.policy_table(self.answers, "policies side by side"), *sentences.tied_sentences(self.answers)
 
     def no_fit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from jaxremat.report import policy_text
-from jaxremat.report.steps import short_number, steps_table
+from jaxremat.report.steps import TIED, short_number, steps_table
 from jaxremat.report.table import interval_text
 from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
+from jaxremat.trial.ties import ties
 
 #: On narrower lines, columns of costs have room only if one space is between them.
 _ROOMY = 100
@@ -40,10 +41,32 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
     Rows without an answer are in the sentences.
     """
     titles = {"rate": f"{_unit(rows)}/s\nof all"} | ({} if by_cost else {"hours": "", "cost": ""})
-    table = steps_table("offers", title, [row for row in rows if row.total_bytes is not None], titles=titles)
+    shown, tied = [row for row in rows if row.total_bytes is not None], _tied(rows, by_cost=by_cost)
+    table = steps_table("offers", title, shown, titles=titles, tied=tied, marked="cost" if by_cost else "rate")
     if by_cost and width < _ROOMY:
         table.padding = 0
     return table
+
+
+def _tied(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[RecommendationRecord]:
+    """The rows that are as fast as the fastest one, or as cheap as the cheapest one."""
+
+    def rate(row: RecommendationRecord) -> float | None:
+        if not by_cost:
+            return row.tokens_per_s if row.fits else None
+        return 1 / row.cost_per_billion if row.cost_per_billion else None
+
+    return ties(rows, rate, _error)
+
+
+def _error(best: RecommendationRecord, row: RecommendationRecord) -> float:
+    """By which share a row may be faster beside the best one.
+
+    Two kinds of GPUs have errors of their own.
+    """
+    if best.target == row.target:
+        return best.paired_error or 0.0
+    return max((high for _, high in filter(None, (best.predicted_interval, row.predicted_interval))), default=0.0)
 
 
 def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
@@ -93,6 +116,9 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     if any(row.checkpointing for row in rows):
         share = f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing"
         said.append(f"{share}; or the GiB of the smallest such step where it doesn't fit, so that checkpointing is needed.")
+    if tied := _tied(rows, by_cost=by_cost):
+        apart = f"rows of one kind of GPU are told apart by {tied[0].paired_error or 0.0:.0%}, others by their interval"
+        said.append(f"{TIED} As {'cheap as the cheapest' if by_cost else 'fast as the fastest'}: {apart}.")
     if by_cost:
         said.append(f"Hours and cost are those of a billion {rate}.")
     if by_cost and (unpriced := dict.fromkeys(row.target for row in rows if row.price_per_hour is None)):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from jaxremat.chips.outside import COUNTED_BY, TAKEN_BY
 from jaxremat.policy.offload import REMAT, flag_line
 from jaxremat.report.policy_text import policy_text
-from jaxremat.report.steps import batch_text, loss_text
+from jaxremat.report.steps import TIED, batch_text, loss_text
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
+from jaxremat.trial.ties import trial_ties
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 
@@ -176,6 +177,25 @@ def job_sentences(rows: Sequence[TrialRecord]) -> list[str]:
         f"In a job XLA's own rematerialization may change a step above {gib(least.xla_remat_above_bytes or 0)}, such as batch "
         f"{least.batch} under {policy_text(least)}. {line} gives a job the bytes shown; --xla-remat shows those without it."
     ]
+
+
+def tied_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What the mark of equally fast steps means in a table of these rows.
+
+    Empty where no row has it.
+    """
+    tied = trial_ties(rows)
+    if any(row.step_source == "measured" for row in tied):
+        return [f"{TIED} As fast as the fastest: the times of single steps overlap."]
+    return [tied_sentence(tied[0].paired_error or 0.0)] if tied else []
+
+
+def tied_sentence(error: float) -> str:
+    """What the mark of equally fast steps means where all times are predicted.
+
+    `error` is how far they may be off beside each other, as a share.
+    """
+    return f"{TIED} As fast as the fastest: predicted times that differ by less than {error:.0%} don't tell two steps apart."
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

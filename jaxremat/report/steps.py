@@ -5,7 +5,8 @@ The lines are in the order of every table, and each says which tables have the c
 
     Column("peak", "batches", _gib("peak_bytes")),
 
-Sizes are in GiB. Every step time comes with its source, measured or predicted.
+Sizes are in GiB. Every step time comes with its source, measured or predicted. A rate with `=` before it is that of a step which
+isn't told apart from the fastest one (`trial/ties.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,14 @@ from jaxremat.report.policy_text import policy_text
 from jaxremat.report.table import gib_number, interval_text, number, table_of
 from jaxremat.trial.recommendation import NONE_TEXT
 from jaxremat.trial.record import PlanRecord, StepRecord, SuggestionRecord, TrialRecord
+from jaxremat.trial.ties import trial_ties
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.buffers import SOURCES
 
 #: The rows of one table: records, or what records have, such as the buckets of a data set. All are of one class.
 Rows = Sequence[Any]
+#: The mark of rows that are as fast as the fastest one.
+TIED = "="
 #: Makes the text of a cell from its row and all rows.
 Cell = Callable[[Any, Rows], str]
 
@@ -272,6 +276,8 @@ def steps_table(
     titles: Mapping[str, str] = {},
     cells: Sequence[Mapping[str, str]] = (),
     best: Any = None,
+    tied: Sequence[Any] = (),
+    marked: str = "rate",
 ) -> Table:
     """The table of some rows.
 
@@ -284,6 +290,8 @@ def steps_table(
         titles: by a column's name, the title that the rows don't say. Empty leaves the column out.
         cells: for each row by a column's name, what the row doesn't say.
         best: the row to show in green.
+        tied: the rows with the mark of equally fast steps.
+        marked: the name of the column that has the mark.
     """
     steps = [row for row in rows if row is not None]
     of_table = [column for column in COLUMNS if kind in column.tables.split()]
@@ -296,6 +304,10 @@ def steps_table(
         table.add_column(text, justify=justify, no_wrap=column.align != "broken", overflow="fold")
     for row, given in zip_longest(rows, cells, fillvalue={}):
         texts = [given.get(column.name) or (column.cell(row, steps) if row else "-") for column, _ in shown]
+        if any(row is one for one in tied):
+            texts = [
+                f"{TIED} {text}" if column.name == marked else text for (column, _), text in zip(shown, texts, strict=True)
+            ]
         is_bad = getattr(row, "outcome", "ok") != "ok" or not getattr(row, "fits", True)
         table.add_row(*texts, style="red" if is_bad else "green" if best and row is best else "")
     return table
@@ -318,9 +330,9 @@ def policy_table(rows: Sequence[TrialRecord], title: str) -> Table:
 
     If losses, layouts or meshes differ, they follow the policy's name: `dots (chunked, unrolled)`.
     """
-    rated = [row for row in rows if row.fits and not row.error and (row.tokens_per_s or row.samples_per_s)]
-    fastest = max(rated, key=lambda row: row.tokens_per_s or row.samples_per_s or 0) if len(rated) > 1 else None
-    return steps_table("policies", title, rows, best=fastest)
+    rated = [row for row in rows if row.fits and not row.error and row.rate]
+    fastest = max(rated, key=lambda row: row.rate) if len(rated) > 1 else None
+    return steps_table("policies", title, rows, best=fastest, tied=trial_ties(rows))
 
 
 def frontier_rows(rows: Sequence[TrialRecord]) -> list[TrialRecord]:
@@ -335,7 +347,7 @@ def frontier_table(rows: Sequence[TrialRecord]) -> Table:
     """
     rows = frontier_rows(rows)
     title = f"frontier at batch {rows[0].batch}{loss_text(rows[0])}" if rows else "frontier"
-    return steps_table("frontier", title, rows)
+    return steps_table("frontier", title, rows, tied=trial_ties(rows))
 
 
 def suggestions_table(rows: Sequence[SuggestionRecord]) -> Table:

@@ -19,6 +19,7 @@ from jaxremat.system.files import named_by, write_whole
 from jaxremat.trial.queue import SweepTrial, answer_of, error_of
 from jaxremat.trial.record import Outcome, Record, TrialRecord
 from jaxremat.trial.store import placed
+from jaxremat.trial.ties import trial_ties
 from jaxremat.xla.options import with_preset
 
 
@@ -60,7 +61,8 @@ def sweep_table(lines: Sequence[Line]) -> Table:
     has_lengths = any(line.trial.seq_len for line in lines)
     title = f"{lines[0].trial.model} on {lines[0].trial.target}"
     rows, cells = [line.answer for line in lines], map(_cells, lines)
-    return steps_table("lengths" if has_lengths else "policies", title, rows, cells=[*cells])
+    tied = trial_ties([row for row in rows if row])
+    return steps_table("lengths" if has_lengths else "policies", title, rows, cells=[*cells], tied=tied)
 
 
 def _cells(line: Line) -> dict[str, str]:

@@ -116,6 +116,9 @@ class SharedFlags:
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
     nodes: Annotated[int | None, Parameter(metavar="N")] = None
     """Machines that the devices are on. Default: as few as have at most 8 each."""
+    network_gbps: Annotated[float | None, Parameter(metavar="G")] = None
+    """Gbit/s (not GB/s) that one machine sends to others, all its adapters together, as clouds state it: 3200 for 8 of 400 Gb/s.
+    Default: the target's, such as 400 a GPU of h100-80gb."""
     budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: float = MEM_FRACTION
@@ -281,6 +284,8 @@ class RecommendFlags:
         tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_DEVICES, "1,8,16,64"))
     ] = ()
     """Numbers of devices to compare. Default: 1,8,16,64."""
+    network_gbps: Annotated[float | None, Parameter(metavar="G")] = None
+    """Gbit/s (not GB/s) that one machine sends to others, all its adapters together. Default: each target's."""
     policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]")] = ()
     """Policies of which the fastest counts. Default: auto, which plans."""
     price: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None

@@ -10,6 +10,7 @@ They say what is trained, for which device, and in which memory.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.session.request import Auto, Frontier, Request
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.workload.given import OWN_LOSS
@@ -46,7 +47,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         yield "          its tensor cores have no bfloat16: such matmuls run in float32"
     if target.mesh:
         nodes, processes = target.mesh_shape.nodes, target.num_processes
-        places = (f" on {nodes} nodes" if nodes > 1 else "") + (f" in {processes} processes" if processes > 1 else "")
+        network = target.mesh_shape.network_gbps
+        places = f" on {nodes} nodes" + (f" of {network:g} Gbit/s each" if network else "") if nodes > 1 else ""
+        places += f" in {processes} processes" if processes > 1 else ""
         yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
     if target.mesh_shape.is_own:
         yield _batch_sentence(trials, batch)
@@ -57,6 +60,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if target.mesh:
         yield f"state     {_state_sentence(trials, batch)}"
     yield f"budget    {gib(trials.budget_bytes)} = {trials.budget_terms}"
+    is_default = request.budget_bytes is None and request.flags.mem_fraction == MEM_FRACTION
+    if is_default and target.kind == "deviceless" and target.chip.is_gpu:
+        yield f"          JAX takes {MEM_FRACTION:g} by default; published recipes set 0.85 to 0.98"
     if trials.reserve_bytes is not None:
         outside, needed = target.chip.outside, target.chip.outside_needed
         yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"

@@ -38,6 +38,7 @@ def choose_mesh(
     from jaxremat.chips.target import load_target
     from jaxremat.report.progress import compile_text
     from jaxremat.trial.comparisons import MeshChoiceRecord
+    from jaxremat.trial.record import picked
 
     request, flags = replace(request, policies=(requested,)), request.flags
     obstacles = {mesh: _obstacle(request, requested, mesh) for mesh in request.meshes}
@@ -78,9 +79,8 @@ def choose_mesh(
             loss=trials.factory.facts(trials.train).loss,
             layout=trials.factory.layout(),
             mesh=str(compared.best.mesh) if compared.best else None,
-            meshes=compared.meshes,
-            num_compiles=compared.num_compiles,
-            is_complete=compared.is_complete,
+            **picked(compared, "meshes num_compiles is_complete"),
+            paired_error=trials.target.speed.paired_error if trials.target.speed else None,
             versions=versions(),
         )
 

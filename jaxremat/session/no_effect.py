@@ -47,6 +47,13 @@ def _targets(flags: Any) -> tuple[str, ...]:
     return (flags.target or "gpu",) if isinstance(flags.target, str | None) else tuple(flags.target)
 
 
+def _network(flags: Any, request: Request[Any], kind: str) -> str:
+    if kind == "cpu":
+        return "no times are predicted for a CPU"
+    shapes = [mesh for mesh in (*request.meshes, request.mesh) if mesh]
+    return "" if any(mesh.nodes > 1 for mesh in shapes) else "the devices are on one node (--nodes)"
+
+
 def _if(reason: str, holds: Callable[[Any, Request[Any]], object]) -> Reason:
     """The reason where `holds`, of the flags and the request."""
     return lambda flags, request, kind: reason if holds(flags, request) else ""
@@ -59,6 +66,7 @@ _REASONS: dict[str, Reason] = {
     "data": _not_run,
     "max_batch": _max_batch,
     "mem_fraction": _mem_fraction,
+    "network_gbps": _network,
     "headroom": lambda flags, request, kind: _CPU if kind == "cpu" else "",
     "initialization_timeout": _if(
         "there is one process (--distributed)", lambda flags, _: not (flags.distributed or flags.coordinator)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from jaxremat.chips.catalog import PRESETS, describe
 from jaxremat.config import Layout, TrainConfig, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
-from jaxremat.mesh.axes import MeshShape, parse_mesh
+from jaxremat.mesh.axes import MAX_NETWORK_GBPS, MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.requested import named_decoder
 from jaxremat.planner.batch import MAX_BATCH
@@ -164,6 +164,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
     flags = without_maxtext(flags)
     requested = requested or requested_model(flags)
     _within("--mem-fraction", flags.mem_fraction, 0, 1)
+    _within("--network-gbps", flags.network_gbps, 0, MAX_NETWORK_GBPS)
     _within("--steps", flags.steps, 0, MAX_STEPS)
     _within("--global-batch", flags.global_batch, 0, MAX_BATCH)
     if flags.headroom is not None and not 0 <= flags.headroom < 1:
@@ -211,8 +212,9 @@ def without_maxtext(flags: StepFlagsT) -> StepFlagsT:
         (batch and flags.batch, both(f"--batch {','.join(map(str, flags.batch))}", f"per_device_batch_size={batch}"),
          "leave one of them out; without both, the largest batch that fits is searched"),
     )  # fmt: skip
+    text = shlex.join(word for word in words if not word.startswith("per_device_batch_size="))
     batches = flags.batch or ((batch,) if batch else ())
-    return replace(flags, maxtext=None, model=MAXTEXT, model_arg=(f"text={shlex.join(words)}",), batch=batches)
+    return replace(flags, maxtext=None, model=MAXTEXT, model_arg=(f"text={text}",), batch=batches)
 
 
 def requested_model(flags: StepFlags) -> RequestedModel:
@@ -329,14 +331,15 @@ def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...])
 def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
     """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
     if flags.mesh == MESH_AUTO:
-        mesh = parse_mesh(None, flags.devices, flags.nodes)
+        mesh = parse_mesh(None, flags.devices, flags.nodes, flags.network_gbps)
         if mesh is None:
             raise UsageError(
                 "--mesh auto compares meshes of --devices, which wasn't given", next_step="--mesh auto --devices 8"
             )
         shape = mesh.num_devices, mesh.nodes
-        return mesh, sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
-    mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes), flags.global_batch
+        meshes = sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
+        return mesh, tuple(replace(one, network_gbps=mesh.network_gbps) for one in meshes)
+    mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes, flags.network_gbps), flags.global_batch
     if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
         raise uneven_groups(total, mesh)
     if mesh:

@@ -43,6 +43,7 @@ class RecommendationRecord(AnyRecord):
         tokens_per_s: predicted tokens per second of all devices together.
         tokens_per_s_per_device: those of one device.
         predicted_interval: how much longer a real step may take, as shares of the predicted time.
+        paired_error: the share by which predicted times on GPUs of this kind have to differ for one to be the faster.
         fits: whether anything fits.
         total_bytes: XLA's total for the step, or bytes of the state alone; None where no trial has an answer.
         budget_bytes: what a step may take.
@@ -73,6 +74,7 @@ class RecommendationRecord(AnyRecord):
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
     predicted_interval: tuple[float, float] | None = None
+    paired_error: float | None = None
     fits: bool = False
     total_bytes: int | None = None
     budget_bytes: int | None = None
@@ -112,7 +114,7 @@ def recommendation(
     known |= {"model": best.model if best else model, "error": _errors([*trials.items(), (NONE_TEXT, none)])}
     if best is None:
         return _misfit(known, trials, answers)
-    of_all = num_devices * _rate_of_a_device(best)
+    of_all = num_devices * best.rate
     hours = 1e9 / of_all / 3600 if of_all else None
     return RecommendationRecord(
         **known,
@@ -120,8 +122,8 @@ def recommendation(
         fits=True,
         counted="samples" if best.tokens_per_s is None else "tokens",
         tokens_per_s=of_all or None,
-        tokens_per_s_per_device=_rate_of_a_device(best) or None,
-        predicted_interval=best.predicted_interval,
+        tokens_per_s_per_device=best.rate or None,
+        **picked(best, "predicted_interval paired_error"),
         **_without_checkpointing(best, compared if compared and compared.mesh == best.mesh else None, num_devices),
         hours_per_billion=hours,
         cost_per_billion=hours * num_devices * price_per_hour if hours and price_per_hour else None,
@@ -130,7 +132,7 @@ def recommendation(
 
 def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
     """The answer of the most tokens per second among those that fit. None if none does."""
-    return max((row for row in answers if row and row.outcome == "ok"), key=_rate_of_a_device, default=None)
+    return max((row for row in answers if row and row.outcome == "ok"), key=lambda row: row.rate, default=None)
 
 
 def _of_step(row: TrialRecord) -> dict[str, Any]:
@@ -139,22 +141,17 @@ def _of_step(row: TrialRecord) -> dict[str, Any]:
     return picked(row, names) | {"mesh": row.mesh if row.num_devices > 1 else None}
 
 
-def _rate_of_a_device(row: TrialRecord) -> float:
-    """Tokens per second of a device, or samples where the tokens aren't known."""
-    return row.tokens_per_s or row.samples_per_s or 0.0
-
-
 def _without_checkpointing(best: TrialRecord, none: TrialRecord | None, num_devices: int) -> dict[str, Any]:
     """What the policy `none` takes and reaches, and so whether checkpointing is needed."""
     if none is None or none.total_bytes is None:
         return {}
     if not none.fits:
         return {"checkpointing": "needed", "none_total_bytes": none.total_bytes}
-    is_faster = _rate_of_a_device(best) >= (1 + _WORTH) * _rate_of_a_device(none)
+    is_faster = best.rate >= (1 + _WORTH) * none.rate
     return {
         "checkpointing": "faster" if is_faster else "not needed",
         "none_total_bytes": none.total_bytes,
-        "none_tokens_per_s": num_devices * _rate_of_a_device(none),
+        "none_tokens_per_s": num_devices * none.rate,
     }
 
 

@@ -144,6 +144,7 @@ class TrialRecord(StepRecord):
         mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs.
         predicted: the predicted time and its terms.
         predicted_interval: how much longer a real step may take, as shares: (-0.16, 0.16) is 16 % shorter to 16 % longer.
+        paired_error: the share by which predicted times of two steps of the model have to differ for one to be the faster.
         num_xla_remat: number of instructions that XLA's own rematerialization duplicated.
         xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
             pass ran, where XLA_FLAGS disables it, and for a CPU.
@@ -182,6 +183,7 @@ class TrialRecord(StepRecord):
     mfu: float | None = None
     predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
+    paired_error: float | None = None
     num_xla_remat: int | None = None
     xla_remat_above_bytes: int | None = None
     kept: SavedAndRecomputed | None = None
@@ -203,6 +205,11 @@ class TrialRecord(StepRecord):
     def measured_step_s(self) -> float | None:
         """The measured step time; None where there is only a prediction."""
         return self.step_s if self.step_source == "measured" else None
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of a device, or samples where the tokens aren't known; else 0."""
+        return self.tokens_per_s or self.samples_per_s or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +322,7 @@ class PlanRecord(AnyRecord):
         predicted_total_bytes: the total that was expected; None where a named policy was the best.
         step_s: predicted seconds of the step.
         recompute_s: the part of them for recomputing, writing and reading residuals; None where a named policy was the best.
+        paired_error: the share by which predicted times of two steps have to differ for one to be the faster.
         bound_s: no choice of residuals within the budget takes less than that, by the same model.
         layers: policy of each layer, after its kind if there are several: `encoder: save:...`.
         prices: what saving each value is worth.
@@ -345,6 +353,7 @@ class PlanRecord(AnyRecord):
     predicted_total_bytes: int | None
     step_s: float
     recompute_s: float | None
+    paired_error: float | None = None
     bound_s: float
     layers: tuple[str, ...]
     prices: tuple[Price, ...]

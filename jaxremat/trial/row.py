@@ -150,6 +150,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
         predicted=predicted,
         predicted_interval=speed.interval if speed else None,
+        paired_error=speed.paired_error if speed else None,
         num_xla_remat=compilation.num_xla_remat,
         xla_remat_above_bytes=None if trials.xla_remat else remat_limit(memory, trials.pool_bytes),
         findings=found,

@@ -138,12 +138,13 @@ def put_on_path(folder: Path, first: bool = False) -> None:
 def own_modules(source: Source) -> dict[str, Path]:
     """The user's modules by name: the one that --model names, and all behind its imports.
 
-    A file that isn't valid Python imports nothing.
+    A file that isn't valid Python imports nothing. Where --model names one of this package, its imports aren't the user's.
     """
     found = {source.module: source.file}
     package = "" if source.is_path else _package(source.module, source.file)
     top = source.module.partition(".")[0]
-    missing = _existing([*_with_parents(package), *_imported(source.file, package)], source.roots, top)
+    own = top == PACKAGE.name
+    missing = [] if own else _existing([*_with_parents(package), *_imported(source.file, package)], source.roots, top)
     while missing:
         name, file = missing.pop()
         if name not in found:

@@ -44,8 +44,9 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     longer than those kernels, the rest is exposed. Kernels beside a collective take `DeviceSpeed.beside_collective` times as
     long, because the collective takes multiprocessors and bandwidth.
 
-    The prediction doesn't model overlapping kernels, autotuning, cache hits, elementwise arithmetic, additions of many rows at
-    one address (the gradient of an embedding with few different tokens), or the input pipeline.
+    The gradient of an embedding takes as long as with tokens that are as frequent as those of text.
+
+    The prediction doesn't model overlapping kernels, autotuning, cache hits, elementwise arithmetic, or the input pipeline.
 
     The body of a loop without a known trip count counts once. `ExecutedFlops.num_unknown_loops` counts such loops.
 
@@ -131,7 +132,8 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
 
     The launch's own time is added. The FLOPs and the bytes run at the rates that kernels of its class reach. The writes are
     those of its threads: where a loop writes into a slice of a larger buffer, each thread writes a few elements, and the
-    threads may take longer than the bytes. A collective takes no time of the device beside its exposed seconds.
+    threads may take longer than the bytes. Rows that are added to the same row wait for each other, which comes on top. A
+    collective takes no time of the device beside its exposed seconds.
     """
     if kernel.collective:
         return KernelTime(0.0, 0.0, 0.0, 0.0)
@@ -141,4 +143,5 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)
     threads = kernel.elements_written / calibration.elements_per_thread
     writes_s = threads / (calibration.threads_per_clock * speed.clocks_per_s)
-    return KernelTime(max(flops_s, bytes_s, writes_s) + calibration.launch_s, flops_s, bytes_s, writes_s)
+    wait_s = speed.row_wait_s * kernel.rows_added**1.5
+    return KernelTime(max(flops_s, bytes_s, writes_s) + wait_s + calibration.launch_s, flops_s, bytes_s, writes_s)

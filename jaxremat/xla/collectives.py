@@ -105,18 +105,21 @@ def sent_bytes(collective: Collective, links: Links) -> int:
 def collective_seconds(collective: Collective, links: Links, tables: Tables | None = None) -> float:
     """Predicts how long a collective uses the links; nothing is measured.
 
-    Inside a node, the measured table of the device's generation has the time, if the node has the links of the measured one.
+    Inside a node, the measured table of the device's generation has the time, if the node has the links of the measured one. All
+    other collectives take at least as long as one of few bytes in the table.
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
     links isn't modelled, nor are reductions inside a switch (NVLS, SHARP).
     """
     groups = _device_groups(collective, links)
-    if tables and links.node_bytes_per_s == tables.node_bytes_per_s and all(_is_in_a_node(group, links) for group in groups):
+    if tables is None or links.node_bytes_per_s != tables.node_bytes_per_s:
+        return max(_seconds(collective, group, links) for group in groups)
+    if all(_is_in_a_node(group, links) for group in groups):
         measured_s = tables.collective_s(collective.kind, len(groups[0]), collective.num_bytes)
         if measured_s is not None:
             return measured_s
-    return max(_seconds(collective, group, links) for group in groups)
+    return max(_seconds(collective, group, links, tables.latency_s(collective.kind)) for group in groups)
 
 
 def _is_in_a_node(group: tuple[int, ...], links: Links) -> bool:
@@ -134,7 +137,8 @@ def _share_sent(kind: CollectiveKind, size: int) -> float:
     return (size - 1) / size * (2 if kind == "all-reduce" else 1)
 
 
-def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> float:
+def _seconds(collective: Collective, group: tuple[int, ...], links: Links, latency_s: float = 0.0) -> float:
+    """Seconds of a group. What a node does before its bytes take `latency_s` or more."""
     of_nodes = Counter(map(links.node_of, group))
     size, num_nodes, least = len(group), len(of_nodes), min(of_nodes.values())
     if size == 1:
@@ -160,7 +164,8 @@ def _seconds(collective: Collective, group: tuple[int, ...], links: Links) -> fl
             else:
                 node_hops, network_hops = size - num_nodes, num_nodes - 1
     return min(
-        p.base_s + node_hops * p.node_hop_s + network_hops * p.network_hop_s + bytes_s / p.share for p in links.protocols
+        max(p.base_s + node_hops * p.node_hop_s, latency_s) + network_hops * p.network_hop_s + bytes_s / p.share
+        for p in links.protocols
     )
 
 

@@ -126,10 +126,7 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
         summed, of_batch = (instruction.dims_attr(name) for name in ("lhs_contracting_dims", "lhs_batch_dims"))
     else:
         summed, of_batch = (_quoted_ints(pattern, instruction.attrs) for pattern in (_CONTRACTING, _BATCH))
-    k, batch = (math.prod(lhs.dims[d] for d in dims) for dims in (summed, of_batch))
-    m = lhs.num_elements // max(1, k * batch)
-    n = out.num_elements // max(1, m * batch)
-    return Product(batch, m, n, k, all(map(_is_aligned, (lhs, rhs, out)))) if min(batch, m, n, k) else None
+    return _product(lhs.dims, out.dims, summed, of_batch, is_aligned=all(map(_is_aligned, (lhs, rhs, out))))
 
 
 def _is_aligned(shape: Shape) -> bool:
@@ -145,12 +142,10 @@ def attention_of(computation: Computation, instruction: Instruction) -> Attentio
         return None
     if _pallas_target(instruction.op_name):
         query = _floating(computation, instruction)[0]
-        return Attention("forward" if kind == "attention" else "backward", query[-1], query[-2])
-    query = computation.operand_shapes(instruction)[0][0]
-    length, window = _quoted_ints(_SCORES, instruction.attrs)[-1], _window(instruction)
-    # A long sequence with a window is as fast, for each FLOP, as one of twice the window.
-    length = min(length, 2 * window) if window else length
-    return Attention("forward" if kind == "attention" else "backward", query.dims[-1], length)
+        window = _WINDOW_SCOPE.search(instruction.op_name)
+        return _attention(kind != "attention", query[-1], query[-2], int(window[1]) if window else 0)
+    query, scores = computation.operand_shapes(instruction)[0][0], _quoted_ints(_SCORES, instruction.attrs)
+    return _attention(kind != "attention", query.dims[-1], scores[-1], _window(instruction))
 
 
 def _window(instruction: Instruction) -> int:
@@ -348,6 +343,24 @@ def equation_flops(eqn: Any, scope: str = "") -> ExecutedFlops:
     return add_flops(_jaxpr_flops(inner, f"{scope}/{eqn.source_info.name_stack}") for inner in core.jaxprs_in_params(params))
 
 
+def requested_product(eqn: Any) -> Product | None:
+    """The shapes of the matmul that an equation of a jaxpr requests. None for another one."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    (summed, _), (of_batch, _) = eqn.params["dimension_numbers"]
+    avals = [var.aval for var in (*eqn.invars[:2], *eqn.outvars)]
+    is_aligned = all(not aval.shape or aval.dtype.itemsize * aval.shape[-1] % _ALIGNED_BYTES == 0 for aval in avals)
+    return _product(avals[0].shape, avals[-1].shape, summed, of_batch, is_aligned=is_aligned)
+
+
+def requested_attention(eqn: Any) -> Attention | None:
+    """The shapes of the attention that an equation of a jaxpr requests. None for another one."""
+    if not (sizes := attention_sizes(eqn)):
+        return None
+    scores, head_size, _, _, window = sizes
+    return _attention("_bwd" in eqn.primitive.name, head_size, scores[-1], window)
+
+
 def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:
     lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
     params = eqn.params
@@ -362,6 +375,21 @@ def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:
 
 
 # The formulas, shared by both counts.
+
+
+def _product(
+    lhs: Sequence[int], out: Sequence[int], summed: Iterable[int], of_batch: Iterable[int], *, is_aligned: bool
+) -> Product | None:
+    k, batch = (math.prod(lhs[d] for d in dims) for dims in (summed, of_batch))
+    m = math.prod(lhs) // max(1, k * batch)
+    n = math.prod(out) // max(1, m * batch)
+    return Product(batch, m, n, k, is_aligned) if min(batch, m, n, k) else None
+
+
+def _attention(is_gradient: bool, head_size: int, length: int, window: int) -> Attention:
+    # A long sequence with a window is as fast, for each FLOP, as one of twice the window.
+    length = min(length, 2 * window) if window else length
+    return Attention("backward" if is_gradient else "forward", head_size, length)
 
 
 def _matmul(out: Sequence[int], lhs: Sequence[int], contracting: Iterable[int]) -> ExecutedFlops:

@@ -265,7 +265,7 @@ def _copied(computation: Computation, name: str) -> Instruction:
 
 
 def _element_of(computation: Computation, instruction: Instruction, position: int) -> int | None:
-    """Which element of a tuple an operand is: `%name#0`, a get-tuple-element, or a copy of these."""
+    """Which element of a tuple an operand is, or copies. None if it is none."""
     while True:
         elements, source = instruction.operand_elements, computation.by_name[instruction.operands[position]]
         if elements and elements[position] is not None:

@@ -29,6 +29,8 @@ _NOT_KERNELS = re.compile(
 )
 _NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
 _MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "copy-start", "tuple", "get-tuple-element", "reshape"})
+#: The scope of an embedding, as the names of libraries have it: `embed_tokens`, `token_embedder`, `wte`.
+_EMBEDDING = re.compile("emb|wte|vocab", re.IGNORECASE)
 #: What computes the place of a slice.
 _INDICES = frozenset(
     {"compare", "add", "subtract", "multiply", "select", "convert", "broadcast", "clamp", "minimum", "maximum"}
@@ -61,6 +63,7 @@ class Kernel:
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
         elements_written: Elements that a loop fusion writes into slices of larger buffers; 0 for any other kernel.
+        rows_added: Rows that the gradient of an embedding adds in bfloat16, one a token; 0 for any other kernel.
         count: Launches per step: the product of the trip counts of the loops around the kernel.
         collective: What a collective sends to other devices. Its bytes aren't counted as those of device memory. None for any
             other kernel.
@@ -81,6 +84,7 @@ class Kernel:
     collective: Collective | None = None
     product: Product | None = None
     attention: Attention | None = None
+    rows_added: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -177,6 +181,7 @@ def _kernel(
         if counts.matmul_flops
         else None,
         attention=next(filter(None, (attention_of(*one) for one in inside)), None) if counts.attention_flops else None,
+        rows_added=sum(_rows_added(*one) for one in inside),
     )
 
 
@@ -198,18 +203,23 @@ def _class_of(instruction: Instruction, inside: list[_Operation], counts: Execut
     if counts.convolution_flops:
         return "convolution"
     if counts.total:
-        return _matmul_class(instruction, inside, is_thin=counts.total < THIN * (traffic.read + traffic.written))
+        return _class_with_matmul(instruction, inside, counts.total, traffic.read + traffic.written)
     return _class_without_flops(instruction, inside)
 
 
-def _matmul_class(instruction: Instruction, inside: list[_Operation], *, is_thin: bool) -> KernelClass:
+def _class_with_matmul(instruction: Instruction, inside: list[_Operation], flops: int, num_bytes: int) -> KernelClass:
     opcodes = {inner.opcode for _, inner in inside}
     if "custom-call" in opcodes and opcodes & {"dynamic-slice", "dynamic-update-slice"}:
         return "library call on slices"
     products = [inner for _, inner in inside if is_matmul(inner)] or [instruction]
-    if max(product.shapes[0].num_elements for product in products) < FEW_TILES * TILE:
+    return matmul_class(max(product.shapes[0].num_elements for product in products), flops, num_bytes)
+
+
+def matmul_class(num_elements: int, flops: int, num_bytes: int) -> KernelClass:
+    """The class of a matmul whose product has `num_elements`."""
+    if num_elements < FEW_TILES * TILE:
         return "small matmul"
-    return "thin matmul" if is_thin else "matmul"
+    return "thin matmul" if flops < THIN * num_bytes else "matmul"
 
 
 def _class_without_flops(instruction: Instruction, inside: list[_Operation]) -> KernelClass:
@@ -242,6 +252,23 @@ def _elements_written(instruction: Instruction, inside: list[_Operation]) -> int
         fused.by_name[inner.operands[1]].num_elements for fused, inner in inside if inner.opcode == "dynamic-update-slice"
     ]
     return max(updates, default=0)
+
+
+def _rows_added(computation: Computation, instruction: Instruction) -> int:
+    """The rows that the gradient of an embedding adds, one for each token.
+
+    A GPU adds bfloat16 by comparing and swapping, so that additions to one row wait for each other. float32 is added without.
+    """
+    if (
+        instruction.opcode != "scatter"
+        or instruction.shapes[0].dtype != "bf16"
+        or "unique_indices=true" in instruction.attrs
+    ):
+        return 0
+    by_row = len(instruction.dims_attr("scatter_dims_to_operand_dims")) == 1
+    return (
+        computation.by_name[instruction.operands[1]].num_elements if by_row and _EMBEDDING.search(instruction.op_name) else 0
+    )
 
 
 def _matmul_dtype(

@@ -42,6 +42,8 @@ def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target
             cause="jax.devices() and jax.make_mesh give the devices of this machine",
             next_step=takes_devices,
         )
+    if len({*own}) < len(own):
+        raise UsageError(f"{name} has a mesh that names a device twice", allowed="each device once", next_step=takes_devices)
     if len(own) != len(given):
         raise UsageError(
             f"{name} has a mesh over {len(own)} of the target's {len(given)} devices",
@@ -56,6 +58,7 @@ def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target
         _axes_of(leaf for leaf, is_one in zip(leaves, is_batch, strict=True) if not is_one),
         target.mesh_shape.nodes,
         target.mesh_shape.topology,
+        target.mesh_shape.network_gbps,
     )
     numbers = {device: number for number, device in enumerate(given)}
     order = tuple(numbers[device] for device in own)

@@ -43,8 +43,8 @@ class Nvidia(Chip):
     )
     with_workspace = "__cublas|__cudnn"
     outside = "the CUDA context and NCCL"
-    #: Nothing here measured it.
-    outside_needed = "unknown: NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for NCCL alone"
+    #: One process on an H200 had the first (experiments/results/nvidia-h200/steps.json). Nothing here measured NCCL.
+    outside_needed = "0.6 GiB on one H200, without NCCL; NVIDIA/nccl issues 864 and 1685 report 1 to 6 GB for NCCL"
 
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
         if not self.lacks_bf16(capability):

@@ -15,6 +15,9 @@ TENSOR_FLOAT = (8, 0)
 #: NCCL's protocols LL and Simple in a ring. LL sends a flag beside every 4 bytes: half of what it sends is data.
 NCCL = (Protocol(6.6e-6, 0.6e-6, 2.7e-6, 0.5), Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 
+#: Fitted to gradients of embeddings on an H100, of 4,096 to 65,536 tokens (python -m experiments.kernel_tables --parts scatter).
+ROW_WAIT_S = 8.2e-10
+
 
 def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed | None:
     """The rates of predicted times; None if the peak or a used link's bandwidth is unknown.
@@ -29,10 +32,12 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         return None
     links = None
     if mesh is not None:
-        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and gpu.network_bandwidth is None):
+        of_node, network = mesh.num_devices // mesh.nodes, gpu.network_bandwidth
+        if mesh.network_gbps is not None:
+            network = mesh.network_gbps * 1e9 / 8 / of_node
+        if gpu.node_link_bandwidth is None or (mesh.nodes > 1 and network is None):
             return None
-        of_node = mesh.num_devices // mesh.nodes
-        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, gpu.network_bandwidth, NCCL)
+        links = Links(mesh.num_devices, of_node, gpu.node_link_bandwidth, network, NCCL)
     return DeviceSpeed(
         bf16_flops=bf16,
         f32_flops=bf16 / 2 if has_tf32 else bf16,  # TF32 is XLA's default for float32 matmuls
@@ -43,4 +48,5 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         calibration=load_calibration(gpu.compute_capability),
         links=links,
         tables=load_tables(gpu.compute_capability),
+        row_wait_s=ROW_WAIT_S,
     )

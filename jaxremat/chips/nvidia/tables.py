@@ -25,7 +25,7 @@ MATMUL_LAUNCH_S = 3e-6
 #: What three matmuls with a vocabulary of 50,257 reach together in a step on an H200 (experiments/profiles/nvidia-h200-gpt2).
 UNALIGNED_SHARE = 0.335
 #: Fitted to the published steps of H100s (python -m experiments.published --parts fits).
-TRAINING_SHARE = 0.82
+TRAINING_SHARE = 0.83
 #: Half way from 1 to the 2.07 times that the slowest matmuls took beside an all-gather, in a trace of 64 H100 (Llama 3 70B,
 #: PyTorch's FSDP). The published steps alone can't tell this number from `TRAINING_SHARE`.
 BESIDE_COLLECTIVE = 1.5

@@ -1,0 +1,119 @@
+"""Which rows are said to be as fast as the fastest, and how far two predicted steps of one model are off beside each other."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.table import Table
+
+from experiments.common import RESULTS
+from jaxremat.chips.speed import PAIRED_ERROR
+from jaxremat.report.meshes import mesh_sentences, meshes_table
+from jaxremat.report.plan import layouts_sentences
+from jaxremat.report.recommend import explanations, recommend_table
+from jaxremat.report.sentences import tied_sentences
+from jaxremat.report.steps import TIED, policy_table
+from jaxremat.trial.details import PlannedLayout
+from jaxremat.trial.recommendation import recommendation
+from jaxremat.trial.ties import ties, trial_ties
+from tests.made_up_records import GIB, measured, plan, step
+from tests.made_up_tables import MESHES
+
+PAIRED: dict[str, Any] = {"paired_error": 0.05}
+
+
+def cells(table: Table, title: str) -> list[str]:
+    """The texts of the column with this title."""
+    (column,) = (column for column in table.columns if column.header == title)
+    return [str(cell) for cell in column.cells]
+
+
+def test_what_is_within_the_error_of_the_highest_rate_is_tied():
+    rates = {"a": 900.0, "b": 1000.0, "c": 960.0, "d": None}
+    assert ties(rates, rates.get, lambda best, row: 0.05) == ["b", "c"]
+    assert ties(rates, rates.get, lambda best, row: 0.2 if (best, row) == ("b", "a") else 0.0) == ["a", "b"]
+    assert ties(rates, rates.get, lambda best, row: 0.04) == [], "1000 is just 1/24 more than 960"
+    assert ties({}, rates.get, lambda best, row: 0.05) == []
+
+
+def test_only_steps_that_fit_and_are_of_one_kind_are_tied():
+    fast, near, slow = (step(policy, 8, step_s, **PAIRED) for policy, step_s in (("a", 0.1), ("b", 0.104), ("c", 0.106)))
+    assert trial_ties([slow, near, fast]) == [near, fast]
+    assert trial_ties([fast, replace(near, fits=False)]) == []
+    assert trial_ties([fast, replace(near, paired_error=None)]) == [], "a record of a former version"
+    assert trial_ties([fast, replace(near, seq_len=2048)]) == [], "another length is another amount of work"
+    by_samples = [replace(row, tokens_per_s=None, samples_per_s=8 / (row.step_s or 1)) for row in (fast, near, slow)]
+    assert trial_ties(by_samples) == by_samples[:2]
+
+
+@pytest.mark.parametrize(
+    ("fastest", "slowest", "is_tied"), [(0.098, 0.105, True), (0.101, 0.105, False), (None, 0.105, False)]
+)
+def test_measured_steps_are_tied_where_single_ones_overlap(fastest, slowest, is_tied):
+    """The other step takes 100 ms at most."""
+    best = measured("a", 8, 0.095, step_min_s=0.094, step_max_s=0.1, **PAIRED)
+    other = measured("b", 8, 0.102, step_min_s=fastest, step_max_s=slowest, **PAIRED)
+    assert bool(trial_ties([best, other])) is is_tied
+    assert trial_ties([best, step("b", 8, 0.0951, **PAIRED)]) == [], "one of them is predicted"
+    assert len(tied_sentences([best, other])) == is_tied
+
+
+def test_tied_rows_are_marked_in_the_table_of_policies():
+    rows = [step(policy, 8, step_s, **PAIRED) for policy, step_s in (("a", 0.1), ("b", 0.104), ("c", 0.2))]
+    assert cells(policy_table(rows, "t"), "tokens/s") == [f"{TIED} 81,920", f"{TIED} 78,769", "40,960"]
+    (said,) = tied_sentences(rows)
+    assert said.startswith(TIED)
+    assert "5%" in said
+    assert tied_sentences(rows[1:]) == []
+
+
+def test_meshes_and_layouts_within_the_error():
+    first = MESHES.meshes[0]
+    others = replace(first, mesh="fsdp=64", tokens_per_s=1_190_000.0), replace(first, mesh="data=64", tokens_per_s=1.0)
+    record = replace(MESHES, meshes=(first, *others), paired_error=0.05)
+    assert [rate.startswith(TIED) for rate in cells(meshes_table(record), "tokens/s")] == [True, True, False]
+    assert len(mesh_sentences(record)) == len(mesh_sentences(replace(record, paired_error=0.01))) + 1
+
+    def said(error: float | None) -> str:
+        unrolled = PlannedLayout("unrolled", "dots", "full", 8, GIB, 0.100, 80.0, 1.0)
+        return layouts_sentences(
+            plan(layouts=(unrolled, replace(unrolled, layout="loop", step_s=0.103)), paired_error=error)
+        )[0]
+
+    assert "5%" in said(0.05)
+    assert said(0.02) == said(None) != said(0.05)
+
+
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_gpus_of_two_kinds_are_told_apart_by_their_interval(by_cost):
+    """The same speed on 8 GPUs of a kind costs the same there, as they have one price."""
+
+    def row(target: str, tokens_per_s: float):
+        known: dict[str, Any] = dict(
+            mesh="fsdp=8", num_devices=8, predicted_interval=(-0.1, 0.14), tokens_per_s=tokens_per_s
+        )
+        return recommendation("m", target, 8, {"auto": [step("dots", 8, **known, **PAIRED)]}, 1.0)
+
+    rows = [row("a", 1000.0), row("a", 960.0), row("a", 940.0), row("b", 890.0), row("b", 870.0)]
+    table = recommend_table(rows, "t", by_cost=by_cost, width=200)
+    marked = [rate.startswith(TIED) for rate in cells(table, "cost" if by_cost else "tokens/s\nof all")]
+    assert marked == [True, True, False, True, False]
+    assert sum(one.startswith(TIED) for one in explanations(rows, by_cost=by_cost)) == 1
+
+
+def test_no_two_steps_that_ran_differ_by_more_than_the_error():
+    """Measured over predicted times of one model: policies on a GPU, and meshes and numbers of GPUs of published steps."""
+
+    def of(file: str, part: str) -> list[dict[str, Any]]:
+        return json.loads((RESULTS / f"{file}.json").read_text())[part]
+
+    of_h100 = [row for row in of("nvidia-h100-80gb-hbm3/gpu_check-speed", "speed") if row["at"] == "same batch"]
+    groups = [[row["step_s"] / row[name] for row in of_h100] for name in ("predicted_s", "predicted_here_s")]
+    of_h200 = of("nvidia-h200/steps", "steps")
+    groups.append([row["step_s"] / row["predicted_s"] for row in of_h200 if row["model"] == "llama3.2-1b"])
+    published = of("h100-80gb/published", "steps")
+    for name in ("h100-l2-70b-", "h100-l3-70b-", "h100-5b-"):
+        groups.append([1 + row["longer"] for row in published if row["name"].startswith(name)])
+    assert [len(ratios) for ratios in groups] == [4, 4, 3, 4, 2, 4]
+    assert all(max(ratios) / min(ratios) - 1 < PAIRED_ERROR for ratios in groups)
