@@ -58,7 +58,7 @@ def test_without_a_budget_it_is_the_commands(h100, monkeypatch):
     with pytest.raises(_Found) as found:
         jaxremat.plan(Block(), X, num_layers=2, target=h100)
     flags = RunFlags()
-    assert found.value.args == (int(flags.mem_fraction * h100.memory_bytes),)
+    assert found.value.args == (int(h100.chip.mem_fraction * h100.memory_bytes),)
     assert flags.budget is None
 
 

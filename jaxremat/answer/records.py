@@ -10,12 +10,14 @@ The request decides the records:
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, Planned, plan_run
 from jaxremat.chips.installed import versions
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import FIRST_BATCH, largest_batch
+from jaxremat.planner.batch import FIRST_BATCH, largest_batch, largest_from_above
 from jaxremat.planner.compiles import Compiles
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
@@ -27,6 +29,7 @@ from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
 
 Emit = Callable[[Record], None]
+T = TypeVar("T")
 
 
 class RejectedError(Exception):
@@ -207,24 +210,29 @@ def answer_largest(
     """
     steps = trials.of(policy)
 
-    def total_bytes(batch: int) -> int:
+    def unless_rejected(made: Callable[[Policy, int], T], batch: int) -> T:
         try:
-            total = trials.compile(policy, batch).memory.total_bytes
+            return made(policy, batch)
         except CompileError as error:
             raise RejectedError(batch) from error
+
+    def total_bytes(batch: int) -> int:
+        total = unless_rejected(trials.compile, batch).memory.total_bytes
         emit(trials.record(policy, batch, "probe", requested=requested))
         return total
 
     fitting = [at for at, done in steps.compiled.items() if done.memory.total_bytes <= trials.budget_bytes]
+    how: dict[str, Any] = {
+        "fixed_bytes": trials.state_bytes(),
+        "start": max(fitting, default=min(steps.done, default=first_batch)),
+        "batches": trials.batches(max_batch),
+    }
     try:
-        found = largest_batch(
-            total_bytes,
-            trials.budget_bytes,
-            fixed_bytes=trials.state_bytes(),
-            start=max(fitting, default=min(steps.done, default=first_batch)),
-            batches=trials.batches(max_batch),
-            expect=compiles.expect,
-        )
+        if trials.speaks_early:
+            early_bytes = partial(unless_rejected, trials.early_bytes)
+            found = largest_from_above(total_bytes, early_bytes, trials.budget_bytes, **how)
+        else:
+            found = largest_batch(total_bytes, trials.budget_bytes, expect=compiles.expect, **how)
     except RejectedError as rejected:
         emit(trials.record(policy, rejected.batch, requested=requested))
         return

@@ -181,6 +181,7 @@ class Chip(ABC):
         device_spaces: XLA's memory spaces that are the device's memory, where the program's code is in it too. None if all are,
             except for the host's, and the code isn't.
         mem_fraction: the share of a device's memory that a step may take by default.
+        has_topologies: whether the chips of a node lie in a layout of their own (`--topology`).
         devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
     """
 
@@ -195,6 +196,7 @@ class Chip(ABC):
     outside_needed: str = ""
     device_spaces: Collection[int] | None = None
     mem_fraction: float = MEM_FRACTION
+    has_topologies: bool = False
     devices_of_node: int | None = DEVICES_OF_NODE
 
     @abstractmethod

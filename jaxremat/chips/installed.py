@@ -19,13 +19,15 @@ AOT_WHEELS = ("jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cu
 #: The wheels among them whose files a CUDA toolkit has too, and these files, where XLA looks for them in the toolkit.
 TOOLKIT_WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm")
 TOOLKIT_FILES = ("bin/ptxas", "nvvm/libdevice/libdevice.10.bc")
+#: The package that is XLA's compiler of TPUs.
+LIBTPU = "libtpu"
 #: The packages whose versions change the compiled program.
 COMPILERS = ("jax", "jaxlib", "flax", "optax", *PLUGINS, "nvidia-cudnn-cu13")
-PACKAGES = ("jaxremat", *COMPILERS, "nvidia-cuda-nvcc")
+PACKAGES = ("jaxremat", *COMPILERS, "nvidia-cuda-nvcc", LIBTPU)
 #: The programs that XLA may find on the PATH.
 TOOLS = ("ptxas", "nvlink")
 #: The beginnings of the variables of the environment that makers' libraries read.
-VARIABLES = "CUDA|CUDNN|CUBLAS|NVIDIA"
+VARIABLES = "CUDA|CUDNN|CUBLAS|NVIDIA|LIBTPU"
 #: Those among them that only say which devices a process sees.
 DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 

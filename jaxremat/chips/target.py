@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, chip_of
-from jaxremat.chips.chip import MEM_FRACTION, Chip
+from jaxremat.chips.chip import Chip
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import TargetError
@@ -205,7 +205,7 @@ def in_pool(target: Target, pool_bytes: int | None = None) -> Target:
     has_pool = target.pool_bytes is not None and pool_bytes in (None, target.pool_bytes)
     if target.kind != "deviceless" or target.memory_bytes is None or has_pool:
         return target
-    pool_bytes = pool_bytes or int(MEM_FRACTION * target.memory_bytes)
+    pool_bytes = pool_bytes or int(target.chip.mem_fraction * target.memory_bytes)
     text = target.chip.text_with_pool(target.text, pool_bytes)
     shape = target.mesh_shape
     assert isinstance(shape, MeshShape), "a workload makes its mesh of the devices of the pool"

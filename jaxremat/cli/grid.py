@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxremat.chips.catalog import ATTACHED, PRESETS, check_installed, describe, target_name
+from jaxremat.chips.catalog import ATTACHED, PRESETS, check_installed, chip_of, describe, target_name
 from jaxremat.chips.installed import versions
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
@@ -169,14 +169,18 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
         "batch": request.batches,
         "max_batch": None if request.batches else flags.max_batch,
         "global_batch": flags.global_batch,
-        "budget": request.budget_bytes if request.budget_bytes is not None else flags.mem_fraction,
+        "budget": request.budget_bytes if request.budget_bytes is not None else _mem_fraction(flags, target),
         "headroom": flags.headroom,
         "target": (target, measured) if _measures(flags) else asdict(describe(target)[1]),
-        "mesh": [asdict(mesh) for mesh in (request.meshes or (request.mesh,)) if mesh],
+        "mesh": [mesh.as_data() for mesh in (request.meshes or (request.mesh,)) if mesh],
         "is_mesh_auto": bool(request.meshes),
         "xla_remat": flags.xla_remat,
         "xla_options": PRESETS[one.xla_preset],
     }
+
+
+def _mem_fraction(flags: RunFlags, target: str) -> float:
+    return chip_of(target).mem_fraction if flags.mem_fraction is None else flags.mem_fraction
 
 
 def _file_hash(path: str | None) -> str | None:

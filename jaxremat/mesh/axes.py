@@ -61,13 +61,13 @@ class MeshAxes(abc.ABC):
 
     Attributes:
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
-        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
         network_gbps: Gbit/s that a node sends to others. Its devices share them evenly. None for what the target has.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. None where it is chosen, and for GPUs.
     """
 
     nodes: int
-    topology: str
     network_gbps: float | None
+    topology: str | None
 
     @property
     @abc.abstractmethod
@@ -132,8 +132,8 @@ class MeshShape(MeshAxes):
         tensor: size of the axis `tensor`.
         expert: size of the axis `expert`.
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
-        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
         network_gbps: as in `MeshAxes`.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. None where it is chosen, and for GPUs.
     """
 
     data: int = 1
@@ -141,8 +141,8 @@ class MeshShape(MeshAxes):
     tensor: int = 1
     expert: int = 1
     nodes: int = 1
-    topology: str = ""
     network_gbps: float | None = None
+    topology: str | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -169,7 +169,7 @@ class MeshShape(MeshAxes):
         return self.num_devices // self.tensor
 
     def as_data(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value not in ("", None)}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -183,16 +183,16 @@ class OwnAxes(MeshAxes):
         of_batch: the axes that divide an array of the batch.
         of_params: the axes that divide a parameter, or an array of the optimizer's state.
         nodes: machines over which the devices are spread evenly; slices, of TPUs.
-        topology: how the chips of a slice of TPUs lie, such as `2x4`. Empty where it is chosen, and for GPUs.
         network_gbps: as in `MeshAxes`.
+        topology: how the chips of a slice of TPUs lie, such as `2x4`. None where it is chosen, and for GPUs.
     """
 
     named: tuple[tuple[str, int], ...]
     of_batch: tuple[str, ...] = ()
     of_params: tuple[str, ...] = ()
     nodes: int = 1
-    topology: str = ""
     network_gbps: float | None = None
+    topology: str | None = None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -215,9 +215,8 @@ class OwnAxes(MeshAxes):
         return 1
 
     def as_data(self) -> dict[str, Any]:
-        topology = {"topology": self.topology} if self.topology else {}
-        network = {} if self.network_gbps is None else {"network_gbps": self.network_gbps}
-        return {"axes": dict(self.named), "nodes": self.nodes, **topology, **network}
+        more = {"network_gbps": self.network_gbps, "topology": self.topology}
+        return {"axes": dict(self.named), "nodes": self.nodes} | {name: one for name, one in more.items() if one is not None}
 
 
 def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
@@ -234,7 +233,7 @@ def axes_of_data(data: Mapping[str, Any]) -> MeshAxes:
         tuple(msgspec.convert(data["axes"], dict[str, int]).items()),
         nodes=msgspec.convert(data.get("nodes", 1), int),
         network_gbps=msgspec.convert(data.get("network_gbps"), float | None),
-        topology=msgspec.convert(data.get("topology", ""), str),
+        topology=msgspec.convert(data.get("topology"), str | None),
     )
 
 
@@ -248,7 +247,7 @@ def parse_mesh(
     network_gbps: float | None = None,
     *,
     devices_of_node: int | None = DEVICES_OF_NODE,
-    topology: str = "",
+    topology: str | None = None,
 ) -> MeshShape | None:
     """The mesh that the flags `--mesh`, `--devices`, `--nodes` and `--network-gbps` request.
 
@@ -284,7 +283,7 @@ def parse_mesh(
         raise _bad_mesh(
             f"{num_devices} devices on {num_nodes} nodes", "equally many devices on each node", f"--nodes {num_devices}"
         )
-    return MeshShape(**sizes, nodes=num_nodes, topology=topology, network_gbps=network_gbps)
+    return MeshShape(**sizes, nodes=num_nodes, network_gbps=network_gbps, topology=topology)
 
 
 def _fewest_nodes(num_devices: int, devices_of_node: int) -> int:

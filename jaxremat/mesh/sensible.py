@@ -18,6 +18,7 @@ References:
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from jaxremat.mesh.axes import MeshShape
 
@@ -36,7 +37,7 @@ def sensible_meshes(
         has_tensor: whether the axis `tensor` is compared. It divides nothing of a workload whose dimensions have no names.
     """
     of_node = num_devices // num_nodes
-    inside = [{"tensor": size} for size in _powers_of_two(of_node if has_tensor else 1)]
+    inside: list[dict[str, Any]] = [{"tensor": size} for size in _powers_of_two(of_node if has_tensor else 1)]
     inside += [{"expert": size} for size in _powers_of_two(min(of_node, num_experts)) if size > 1]
     found: dict[str, MeshShape] = {}
     for axes in inside:
@@ -55,7 +56,7 @@ def _powers_of_two(limit: int) -> Iterator[int]:
         size *= 2
 
 
-def _around(rest: int, of_node: int, num_nodes: int) -> Iterator[dict[str, int]]:
+def _around(rest: int, of_node: int, num_nodes: int) -> Iterator[dict[str, Any]]:
     """The sizes of `data` and `fsdp` over `rest` devices or groups; a node has `of_node`."""
     yield {"fsdp": rest}
     if num_nodes > 1 and of_node > 1:

@@ -25,6 +25,8 @@ MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
 #: The batch that is tried next is at most so many times the largest one that fits. The bytes of a few small samples are mostly
 #: alignment and workspaces, and a line through them leads anywhere.
 GROWTH = 512
+#: Where a search from above begins: at the batch whose guessed bytes are this many per cent of the budget.
+_FROM_ABOVE = 150
 _ALL = 4096  # up to so many batches, none is left out where all are looked at
 _SECANT_STEPS = 8  # compiles after which a search in which everything fits doesn't follow the line any more
 _SLACK = 4  # compiles that predictions may take beyond those of halving the bracket: along a line they take no more in all
@@ -127,6 +129,50 @@ def largest_batch(
         guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
+    return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
+
+
+def largest_from_above(
+    total_bytes: Callable[[int], int],
+    early_bytes: Callable[[int], int],
+    budget_bytes: int,
+    *,
+    fixed_bytes: int = 0,
+    start: int = FIRST_BATCH,
+    batches: Sequence[int] = range(1, MAX_BATCH + 1),
+) -> BatchSearch:
+    """The largest of `batches` that fits, where a compile ends early for one that doesn't.
+
+    So the batches are tried from above, and few that fit are compiled: of bytes along a straight line the answer alone. Where the
+    bytes follow no line, the bracket is halved after a few batches.
+
+    Args:
+        total_bytes: compiles at a batch and returns the total bytes. It takes much longer for a batch that fits.
+        early_bytes: a guess at them that takes no longer for a batch that fits. The search begins with one.
+        budget_bytes: total bytes that a step may take.
+        fixed_bytes: a guess at the total bytes of batch 0.
+        start: the batch of the guess. If it isn't one of `batches`, the next smaller one is.
+        batches: the batches to choose among, in rising order.
+    """
+
+    def place(batch: int) -> int:
+        return max(bisect.bisect_right(batches, batch) - 1, 0)
+
+    first = batches[place(start)]
+    guess = min(_predict({first: early_bytes(first)}, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
+    tried: dict[int, int] = {}
+    fits, fails = -1, len(batches)
+    while fails - fits > 1:
+        follows_line = len(tried) < _SECANT_STEPS
+        at = min(max(place(guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
+        tried[batches[at]] = total_bytes(batches[at])
+        if tried[batches[at]] <= budget_bytes:
+            fits = at
+        else:
+            fails = at
+        at = place(_predict(tried, budget_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
+        guess = batches[min(at, fails - 1)]
+    largest, after = batches[fits] if fits >= 0 else 0, batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
 
 

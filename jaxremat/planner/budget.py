@@ -57,7 +57,8 @@ def make_budget(
         if in_use_bytes:
             terms += f" - {gib(in_use_bytes)} in use"
     else:
-        terms = f"{mem_fraction:g} x {gib(memory_bytes)} of device memory"
+        share = "" if mem_fraction == 1 else f"{mem_fraction:g} x "
+        terms = f"{share}{gib(memory_bytes)} of device memory"
     headroom_bytes = math.ceil(headroom * limit_bytes)
     if headroom_bytes:
         terms += f" - {gib(headroom_bytes)} headroom ({headroom:.1%}, {headroom_source})"

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from jaxremat.chips.catalog import PRESETS
-from jaxremat.chips.chip import MEM_FRACTION
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.planner.batch import MAX_BATCH
@@ -115,14 +114,17 @@ class SharedFlags:
     devices: Annotated[int | None, Parameter(metavar="N")] = None
     """Devices in all. Alone it is --mesh fsdp=N; beside --mesh one axis may be -1."""
     nodes: Annotated[int | None, Parameter(metavar="N")] = None
-    """Machines that the devices are on. Default: as few as have at most 8 each."""
+    """Machines that the devices are on; slices, of TPUs. Default: as few as have at most 8 each, and one slice."""
     network_gbps: Annotated[float | None, Parameter(metavar="G")] = None
     """Gbit/s (not GB/s) that one machine sends to others, all its adapters together, as clouds state it: 3200 for 8 of 400 Gb/s.
     Default: the target's, such as 400 a GPU of h100-80gb."""
+    topology: Annotated[str | None, Parameter(metavar="AxB[xC]")] = None
+    """How the chips of a slice of TPUs lie, such as 2x4. Default: the nearest to a square or a cube."""
     budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
-    mem_fraction: float = MEM_FRACTION
-    """Share of the memory of a GPU that isn't here; JAX's allocator takes 0.75 by default."""
+    mem_fraction: Annotated[float | None, Parameter(metavar="SHARE")] = None
+    """Share of the memory of a device that isn't here. Default: 0.75 of a GPU's, as JAX's allocator takes it, and all that
+    XLA's compiler lets a program take of a TPU's."""
     headroom: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of that limit to leave free, such as 0.02; 0 leaves none. Default: fitted to runs on this kind of GPU."""
     data: Annotated[str | None, Parameter(metavar="FILE")] = None
@@ -292,8 +294,8 @@ class RecommendFlags:
     """What one GPU costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
     budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
     """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
-    mem_fraction: float = MEM_FRACTION
-    """Share of a GPU's memory that a step may use; JAX's allocator takes 0.75 by default."""
+    mem_fraction: Annotated[float | None, Parameter(metavar="SHARE")] = None
+    """Share of a device's memory that a step may use. Default: as in jaxremat run."""
     max_batch: Annotated[int | None, Parameter(metavar="N")] = None
     """No larger batch is looked at. Default: what fits the memory."""
     xla_preset: Annotated[str, Parameter(metavar="PRESET")] = "default"

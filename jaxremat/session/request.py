@@ -6,11 +6,12 @@ Checks that need JAX come later, in `Session.of`. An example:
     # Request(policies=(RequestedPolicy("dots", Rule("dots")),), model=Model("gpt2", ...), batches=(8, 16), ...)
 """
 
+import functools
 import shlex
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from jaxremat.chips.catalog import PRESETS, describe
+from jaxremat.chips.catalog import DEFAULT_DEVICELESS, PRESETS, chip_of, describe, target_name
 from jaxremat.config import Layout, TrainConfig, divisors, override
 from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
 from jaxremat.mesh.axes import MAX_NETWORK_GBPS, MeshShape, parse_mesh
@@ -330,16 +331,30 @@ def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...])
 
 def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
     """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
+    chip = chip_of(target_name(flags.target, on_mesh=flags.on_mesh))
+    parsed = functools.partial(
+        parse_mesh,
+        devices=flags.devices,
+        nodes=flags.nodes,
+        network_gbps=flags.network_gbps,
+        devices_of_node=chip.devices_of_node,
+        topology=flags.topology,
+    )
+    reject(
+        (flags.topology and not chip.has_topologies, f"--topology {flags.topology} is for TPUs, and not for this target",
+         "leave --topology out, or give a TPU: --target v6e"),
+        (flags.topology and not flags.on_mesh, alone(f"--topology {flags.topology}", "--mesh or --devices"), "add --devices 8"),
+    )  # fmt: skip
     if flags.mesh == MESH_AUTO:
-        mesh = parse_mesh(None, flags.devices, flags.nodes, flags.network_gbps)
+        mesh = parsed(None)
         if mesh is None:
             raise UsageError(
                 "--mesh auto compares meshes of --devices, which wasn't given", next_step="--mesh auto --devices 8"
             )
         shape = mesh.num_devices, mesh.nodes
         meshes = sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
-        return mesh, tuple(replace(one, network_gbps=mesh.network_gbps) for one in meshes)
-    mesh, total = parse_mesh(flags.mesh, flags.devices, flags.nodes, flags.network_gbps), flags.global_batch
+        return mesh, tuple(replace(one, network_gbps=mesh.network_gbps, topology=mesh.topology) for one in meshes)
+    mesh, total = parsed(flags.mesh), flags.global_batch
     if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
         raise uneven_groups(total, mesh)
     if mesh:
@@ -399,6 +414,7 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
         if name not in PRESETS:
             close = nearest(name, PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS"
             raise bad_value("--xla-preset", repr(name), ", ".join(PRESETS), close)
-    reject((flags.target == "cpu" and names != ("default",), f"--xla-preset {' '.join(names)} is for GPUs, and not --target cpu",
+    presets = ("default", *chip_of(flags.target or DEFAULT_DEVICELESS).options.presets)
+    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for GPUs, and not --target {flags.target}",
             "leave --xla-preset out, or give a GPU: --target h100-80gb"))  # fmt: skip
     return names

@@ -162,6 +162,9 @@ class Session:
         is_batch_given = bool(request.batches)
         request = fitted(request, factory, workload)
         budget, warning = _budget(request, target)
+        limits = target.chip.options.memory_limit is not None and budget.num_bytes != target.memory_bytes
+        if limits:  # whole MiB, as XLA takes them
+            budget = replace(budget, num_bytes=budget.num_bytes // 2**20 * 2**20)
         trials = Trials(
             factory,
             request.train,
@@ -173,6 +176,7 @@ class Session:
             num_steps=flags.steps,
             budget_terms=budget.terms,
             pool_bytes=budget.pool_bytes,
+            limit_bytes=budget.num_bytes if limits else None,
             own_optimizer=flags.training.optimizer is None,
         )
         request = replace(request, policies=tuple(_checked(requested, trials) for requested in request.policies))

@@ -65,8 +65,8 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
         compilation: the compiled step under `policy`.
 
     Returns:
-        None where XLA rejects the step under `none`, where each device of a mesh executes more than its share in it, and for a
-        whole step that has checkpoints.
+        None where XLA rejects the step under `none`, or would compile it for minutes, where each device of a mesh executes more
+        than its share in it, and for a whole step that has checkpoints.
     """
     executed = executed_flops(compilation.module).total
     if batch in (known := trials.of(NONE).flops):  # of another process
@@ -106,7 +106,7 @@ def _flops_under_none(trials: "Trials", batch: int) -> int | None:
     shared = _shared_file(trials, batch)
     if shared and shared.exists():
         return steps.flops.setdefault(batch, json.loads(shared.read_text()))
-    if batch not in steps.compiled:
+    if batch not in steps.compiled and not trials.speaks_early:  # there a whole compile takes minutes
         trials.on_base(batch)
         with contextlib.suppress(CompileError):
             steps.done[batch] = trials.compile_anew(NONE, batch, suggest=False)

@@ -99,6 +99,18 @@ def failed_row(about: About, error: Exception) -> TrialRecord:
     return TrialRecord(**about.fields(), budget_terms=terms, error=str(error), error_kind=error_kind(error))
 
 
+def too_large_row(about: About, compilation: Compilation) -> TrialRecord:
+    """The row of a step that XLA rejected as too large, with the bytes that it needs."""
+    return TrialRecord(
+        **about.fields(),
+        budget_terms=about.trials.budget_terms,
+        total_bytes=compilation.memory.total_bytes,
+        fits=False,
+        lower_s=compilation.lower_s,
+        compile_s=compilation.compile_s,
+    )
+
+
 def row_of(about: About, compilation: Compilation, timing: StepTiming | None = None, base: int | None = None) -> TrialRecord:
     """The row of a compiled step.
 

@@ -35,11 +35,11 @@ from jaxremat.step.step import (
 from jaxremat.trial.base import base_flops
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord
-from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of
+from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of, too_large_row
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
-from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.compile import LEAST_LIMIT, Compilation, lower_and_compile
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import preset_options
 
@@ -52,18 +52,20 @@ class Steps:
         policy: the policy.
         done: the compiled step, or why XLA rejected it.
         requested: the batches of an answer. The others were compiled to count what is recomputed.
+        early: the bytes that XLA says early, where it does (`Trials.early_bytes`).
         flops: of steps under `none`, the FLOPs that a device executes. None where they don't count (`trial/base.py`).
     """
 
     policy: Policy
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
     requested: set[int] = field(default_factory=set)
+    early: dict[int, int] = field(default_factory=dict)
     flops: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def compiled(self) -> dict[int, Compilation]:
         """The steps that XLA didn't reject."""
-        return {batch: done for batch, done in self.done.items() if isinstance(done, Compilation)}
+        return {batch: one for batch, one in self.done.items() if isinstance(one, Compilation) and not one.is_too_large}
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Trials:
         measures: whether steps are run in this process. False where another process does that.
         budget_terms: how the budget is made up, in words.
         pool_bytes: the size of the allocator's pool in a job. None where it isn't known.
+        limit_bytes: the bytes that XLA lets a step take, where it rejects larger ones. None for what the device has.
         own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
@@ -104,6 +107,7 @@ class Trials:
     measures: bool = True
     budget_terms: str = ""
     pool_bytes: int | None = None
+    limit_bytes: int | None = None
     own_optimizer: bool = True
     xla_preset: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -218,6 +222,8 @@ class Trials:
         """
         if self.target.mesh is None or self.target.kind != "deviceless" or self.target.memory_bytes is None:
             return None
+        if not self.target.chip.outside:
+            return None
         return max(0, self.target.memory_bytes - self.budget_bytes)
 
     def state_bytes(self) -> int:
@@ -262,7 +268,7 @@ class Trials:
     def of(self, policy: Policy) -> Steps:
         """The steps of a policy that were compiled so far."""
         made = self.factory, self.train, self.global_batch, self.own_optimizer, self.target, policy
-        how = self.xla_remat, self.xla_preset, tuple(sorted(self.options.items()))
+        how = self.limit_bytes, self.xla_remat, self.xla_preset, tuple(sorted(self.options.items()))
         return self.steps.setdefault((*made, *how), Steps(policy))
 
     def forget(self) -> None:
@@ -283,7 +289,8 @@ class Trials:
         steps = self.of(policy)
         steps.requested.add(batch)
         done = steps.done.get(batch)
-        if done is None or (self.keep_dump and isinstance(done, Compilation) and done.dump is None):
+        has_no_dump = isinstance(done, Compilation) and done.dump is None and not done.is_too_large
+        if done is None or (self.keep_dump and has_no_dump):
             self.on_compile(policy, batch)
             try:
                 done = self.compile_anew(policy, batch)
@@ -295,7 +302,13 @@ class Trials:
         return done
 
     def compile_anew(
-        self, policy: Policy, batch: int, *, suggest: bool = True, workload: Workload | None = None
+        self,
+        policy: Policy,
+        batch: int,
+        *,
+        suggest: bool = True,
+        workload: Workload | None = None,
+        limit_bytes: int | None = None,
     ) -> Compilation:
         """The step compiled once more, whatever was compiled before.
 
@@ -304,6 +317,7 @@ class Trials:
             batch: samples of a microbatch.
             suggest: whether an error of XLA's gets a next step.
             workload: the workload in place of the factory's at this batch.
+            limit_bytes: as of the trials.
 
         Raises:
             CompileError: XLA rejected it.
@@ -319,7 +333,31 @@ class Trials:
             options=preset_options(self.xla_preset) | dict(self.options),
             suggest=suggest,
             shardings=step_shardings(self.target.mesh, workload, train) if self.target.mesh else None,
+            limit_bytes=limit_bytes or self.limit_bytes,
         )
+
+    @property
+    def speaks_early(self) -> bool:
+        """Whether XLA says a step's bytes in a fraction of the time that compiling it takes (`early_bytes`)."""
+        return self.target.chip.options.memory_limit is not None
+
+    def early_bytes(self, policy: Policy, batch: int) -> int:
+        """The total bytes of a step, by what XLA says of it under a limit that it is above: its state.
+
+        That is a guess and no proof. XLA makes another schedule where it has more memory, which may take a third more, or a fifth
+        less. Where XLA says nothing early, and for a step that is compiled, the bytes are those of `compile`.
+
+        Raises:
+            CompileError: XLA rejected the step, and not as too large.
+        """
+        steps = self.of(policy)
+        if not self.speaks_early or batch in steps.done:
+            return self.compile(policy, batch).memory.total_bytes
+        if batch not in steps.early:
+            self.on_compile(policy, batch)
+            limit_bytes = max(LEAST_LIMIT, self.state_bytes())
+            steps.early[batch] = self.compile_anew(policy, batch, limit_bytes=limit_bytes).memory.total_bytes
+        return steps.early[batch]
 
     def _with_next_step(self, policy: Policy, batch: int, error: CompileError) -> CompileError:
         """The error with a next step where that was tried and compiles.
@@ -360,6 +398,8 @@ class Trials:
             compilation = self.compile(policy, batch)
         except CompileError as error:
             return failed_row(about, error)
+        if compilation.is_too_large:
+            return too_large_row(about, compilation)
         fits = compilation.memory.total_bytes <= self.budget_bytes
         timing = None
         if (fits or anyway) and kind == "trial" and self.measures and self.can_run:

@@ -9,7 +9,9 @@ XLA:GPU has a rematerialization pass of its own. The pass changes the program, w
 the size of the allocator's pool. The bytes are then no longer affine in the batch. So the pass is off unless `xla_remat` is set.
 As a guard, `Compilation.num_xla_remat` counts the instructions that the pass duplicated.
 
-XLA never fails for lack of memory. It compiles a program that needs a terabyte.
+XLA:GPU never fails for lack of memory. It compiles a program that needs a terabyte. XLA's compiler of TPUs rejects a program that
+is too large for the device, and says what it needs. That is an answer: a `Compilation` that `is_too_large`, with these bytes and
+without a program. With a lower limit of `limit_bytes` the answer comes after the scheduling, in a fraction of the time.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +40,19 @@ from jaxremat.system.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Category, MemoryMap
-from jaxremat.xla.dump import OPTIONS, Dump, read_dump
+from jaxremat.xla.dump import OPTIONS, Dump, parse_assignment, read_dump
 from jaxremat.xla.elsewhere import constraints_elsewhere, of_shardings, without_constraints
 from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.host_slices import misread
-from jaxremat.xla.memory import CompiledMemory, read_memory
+from jaxremat.xla.memory import CompiledMemory, memory_of_rejected, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting
 from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
 from jaxremat.xla.traced import offloads_in_loop
+
+#: A limit of `limit_bytes` that hardly any program is within.
+LEAST_LIMIT = 2**20
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Compilation:
             None if it didn't.
         num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped (`xla/elsewhere.py`).
         device_spaces: XLA's memory spaces that are the device's memory (`Chip.device_spaces`).
+        is_too_large: whether XLA rejected the program as too large. There is no program then, and `memory` has the bytes that it
+            needs and nothing else.
     """
 
     memory: CompiledMemory
@@ -80,10 +87,16 @@ class Compilation:
     disabled_pass: str | None = None
     num_elsewhere: int = 0
     device_spaces: Collection[int] | None = None
+    is_too_large: bool = False
 
     @functools.cached_property
     def module(self) -> hlo.Module:
-        """The scheduled, optimized HLO, parsed."""
+        """The scheduled, optimized HLO, parsed.
+
+        Raises:
+            CompileError: XLA rejected the program as too large.
+        """
+        self._check_program()
         return hlo.parse(self.hlo_text)
 
     @functools.cached_property
@@ -104,7 +117,9 @@ class Compilation:
 
         Raises:
             ValueError: the program was compiled without `keep_dump`.
+            CompileError: XLA rejected the program as too large.
         """
+        self._check_program()
         if self.dump is None:
             raise ValueError("compile with keep_dump=True")
         return self.map_with(self.dump, None)
@@ -112,6 +127,13 @@ class Compilation:
     def map_with(self, dump: Dump, roles: Mapping[str, Category] | None) -> MemoryMap:
         """The memory map by a dump of the program, with the `roles` of `read_map`."""
         return read_map(dump, self.names, roles, self.mesh, self.device_spaces, self.memory.generated_code_bytes)
+
+    def _check_program(self) -> None:
+        if self.is_too_large:
+            raise CompileError(
+                f"the step needs {gib(self.memory.total_bytes)} of device memory, and XLA made no program that is too large",
+                next_step="a smaller batch, or a policy that saves less",
+            )
 
     @property
     def num_xla_remat(self) -> int:
@@ -130,6 +152,7 @@ def lower_and_compile(
     options: dict[str, Any] | None = None,
     suggest: bool = True,
     shardings: tuple[tuple[Any, ...], Any] | None = None,
+    limit_bytes: int | None = None,
 ) -> Compilation:
     """Compiles `function(*args)` for `target`.
 
@@ -148,6 +171,8 @@ def lower_and_compile(
         shardings: on a target of several devices, the shardings of the arguments and of the results. By default an argument
             with a `NamedSharding` of its own is sharded so, and any other is replicated. XLA then chooses the results' if an
             argument is sharded.
+        limit_bytes: whole MiB that a program may take where XLA rejects larger ones (`CompilerOptions.memory_limit`). None takes
+            what the device has.
 
     Raises:
         UsageError: the program says that arrays lie on devices that aren't the target's.
@@ -186,6 +211,9 @@ def lower_and_compile(
         offloads = target.chip.is_gpu and offloads_in_loop(traced.jaxpr)
         misreads = offloads and has_fault()
         all_options = compiler_options(target, xla_remat=xla_remat, misreads=misreads) | (options or {})
+        limit = target.chip.options.memory_limit
+        if limit and limit_bytes is not None:
+            all_options[limit] = limit_bytes // 2**20
         with in_xla():
             lowered = traced.lower(lowering_platforms=(target.chip.platform,))
         lower_s = time.perf_counter() - started
@@ -215,6 +243,7 @@ def lower_and_compile(
         disabled_pass=PASS if misreads else None,
         num_elsewhere=len(elsewhere),
         device_spaces=target.chip.device_spaces,
+        is_too_large=result.is_too_large,
     )
     if offloads and (wrong := misread(done.module)):
         raise CompileError(
@@ -244,19 +273,28 @@ def _from_xla(
     """XLA's result for a program, and the `jax.stages.Compiled`, None where the store had it.
 
     Raises:
-        RuntimeError: XLA rejected the program.
+        RuntimeError: XLA rejected the program, and not as too large.
     """
     key = result_key(lowered.as_text(debug_info=True), target, options) if stores else None
     if key and (stored := stored_result(key)):
         return stored, None
     started, written = time.perf_counter(), None
-    with tempfile.TemporaryDirectory(prefix="jaxremat-") if key or keep_dump else contextlib.nullcontext() as folder:
+    limit_bytes = _limit_bytes(target, options)
+    dumps = bool(key or keep_dump or limit_bytes)
+    with tempfile.TemporaryDirectory(prefix="jaxremat-") if dumps else contextlib.nullcontext() as folder:
         ours = kernel_options(target, _kernel_folder() / "kernels") | (OPTIONS | {"xla_dump_to": folder} if folder else {})
         try:
             with in_xla(), _uncached(target):
                 compiled = lowered.compile(compiler_options=ours | options)
         except RuntimeError as error:
             raise_if_interrupted()
+            if (needed_bytes := target.chip.needed_bytes(str(error))) is not None:
+                # XLA rounds it, and it is above the limit.
+                memory = memory_of_rejected(max(needed_bytes, 1 + (limit_bytes or 0)))
+                result = XlaResult(time.perf_counter() - started, memory, "", None, is_too_large=True)
+                if key:
+                    store_result(key, result)
+                return result, None
             if key and is_lasting(error, target):
                 store_result(key, str(error))
             raise
@@ -264,10 +302,32 @@ def _from_xla(
         if folder:
             written = read_dump(Path(folder))
     result = XlaResult(compile_s, read_memory(compiled), compiled.as_text(), written)
+    if limit_bytes is not None:
+        result = replace(result, memory=replace(result.memory, needed_bytes=_needed(result, limit_bytes)))
     if not key:
         return result, compiled
     store_result(key, result)
     return result, None
+
+
+def _limit_bytes(target: Target, options: Mapping[str, Any]) -> int | None:
+    """The bytes that XLA lets a program take on `target`. None where it compiles programs of any size."""
+    name = target.chip.options.memory_limit
+    if name is None:
+        return None
+    return options[name] * 2**20 if name in options else target.memory_bytes
+
+
+def _needed(result: XlaResult, limit_bytes: int) -> int:
+    """The bytes that XLA compares with its limit for a program that it has compiled: its buffers on the device, and its code.
+
+    XLA says them of a program that it rejects, and then they are the same. The program is within the limit, whatever is rounded.
+    """
+    assert result.dump is not None
+    buffers = (
+        one.num_bytes for one in parse_assignment(result.dump.assignment) if one.color == 0 and not one.is_thread_local
+    )
+    return min(sum(buffers) + result.memory.generated_code_bytes, limit_bytes)
 
 
 @contextlib.contextmanager

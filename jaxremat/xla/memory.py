@@ -17,6 +17,9 @@ class CompiledMemory:
     `total_bytes` is the memory that the allocator must supply. It decides whether a program fits. `peak_bytes` is XLA's
     `peak_memory_in_bytes`. That is a different quantity, and this package never mixes the two.
 
+    Where XLA itself rejects a program that is too large, as for a TPU, no field is the number that it compares with the device's
+    memory. `needed_bytes` is that number, by XLA's own words, and `total_bytes` is it too. None where XLA compares nothing.
+
     XLA's numbers don't include memory outside the allocator, such as the driver's context and the workspaces that libraries
     allocate themselves. They don't include the memory of autotuning, or the allocator's fragmentation.
 
@@ -34,11 +37,22 @@ class CompiledMemory:
     host_alias_bytes: int
     host_temp_bytes: int
     peak_bytes: int
+    needed_bytes: int | None = None
 
     @property
     def total_bytes(self) -> int:
-        """Arguments, outputs and temporaries, minus bytes that outputs share with donated arguments."""
+        """Arguments, outputs and temporaries, minus bytes that outputs share with donated arguments.
+
+        Where XLA says what the program needs, it is that.
+        """
+        if self.needed_bytes is not None:
+            return self.needed_bytes
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+def memory_of_rejected(needed_bytes: int) -> CompiledMemory:
+    """The memory of a program that XLA rejected as too large: what it needs, and nothing else."""
+    return CompiledMemory(*[0] * 10, needed_bytes=needed_bytes)
 
 
 def read_memory(compiled: Any) -> CompiledMemory:

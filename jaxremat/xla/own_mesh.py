@@ -57,8 +57,8 @@ def on_mesh_of(workload: Workload, target: Target, train: TrainConfig) -> Target
         _axes_of(leaf for leaf, is_one in zip(leaves, is_batch, strict=True) if is_one),
         _axes_of(leaf for leaf, is_one in zip(leaves, is_batch, strict=True) if not is_one),
         target.mesh_shape.nodes,
-        target.mesh_shape.topology,
         target.mesh_shape.network_gbps,
+        target.mesh_shape.topology,
     )
     numbers = {device: number for number, device in enumerate(given)}
     order = tuple(numbers[device] for device in own)

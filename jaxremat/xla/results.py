@@ -34,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.chips.installed import AOT_WHEELS, DEVICE_VARIABLES, PLUGINS, TOOLS, VARIABLES, version_of
+from jaxremat.chips.installed import AOT_WHEELS, DEVICE_VARIABLES, LIBTPU, PLUGINS, TOOLS, VARIABLES, version_of
 from jaxremat.errors import UsageError
 from jaxremat.system.files import cache_folder, write_whole
 from jaxremat.units import parse_bytes
@@ -72,12 +72,15 @@ class XlaResult:
         memory: XLA's memory analysis.
         hlo_text: the scheduled, optimized HLO of the executable. The dump has it as it was some passes before.
         dump: the compiled program and its buffers, as XLA wrote them. A stored result has them.
+        is_too_large: whether XLA rejected the program as too large. `memory` then has the bytes that it needs, and nothing
+            else is known.
     """
 
     compile_s: float
     memory: CompiledMemory
     hlo_text: str
     dump: Dump | None
+    is_too_large: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,10 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     mesh = target.mesh_shape
     settings = {
         "format": _FORMAT,
-        "target": [target.text, mesh.nodes, mesh.num_devices, [device.id for device in target.devices]],
+        "target": [
+            *(target.text, mesh.nodes, mesh.num_devices, [device.id for device in target.devices]),
+            *([mesh.topology] if mesh.topology else []),
+        ],
         "options": options,
         "environment": {
             name: value
@@ -155,7 +161,7 @@ def _versions() -> dict[str, str | None]:
     """The versions of what compiles: jax, its plugins, and the wheels that these name."""
     named = [word for plugin in PLUGINS if version_of(plugin) for word in metadata.requires(plugin) or ()]
     wheels = [match[0] for word in named if (match := re.match(r"[\w.-]+", word))]
-    return {name: version_of(name) for name in ("jax", "jaxlib", *PLUGINS, *wheels, *AOT_WHEELS)}
+    return {name: version_of(name) for name in ("jax", "jaxlib", *PLUGINS, *wheels, *AOT_WHEELS, LIBTPU)}
 
 
 def _state(path: str | None) -> tuple[str, int, int] | None:

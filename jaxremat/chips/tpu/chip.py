@@ -22,6 +22,7 @@ class Tpu(Chip):
     options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
     device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
+    has_topologies = True
     devices_of_node = None
 
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:

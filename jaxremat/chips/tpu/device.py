@@ -60,13 +60,13 @@ def load_tpu(name: str) -> TpuDescription:
     return TpuDescription(name, **values)
 
 
-def layout_of(tpu: TpuDescription, num_devices: int, requested: str = "") -> str:
+def layout_of(tpu: TpuDescription, num_devices: int, requested: str | None = None) -> str:
     """The layout of the chips of a slice, such as `2x4`.
 
     Args:
         tpu: the TPU.
         num_devices: devices of the slice.
-        requested: the value of `--topology`. Empty has a layout chosen that is as near to a square or cube as there is.
+        requested: the value of `--topology`. None has a layout chosen that is as near to a square or cube as there is.
 
     Raises:
         UsageError: the slice has no such layout.

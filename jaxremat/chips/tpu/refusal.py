@@ -1,19 +1,28 @@
 """What XLA's compiler of TPUs says of a program that is too large.
 
+It compares twice. The first time is after the scheduling, with the bytes of the program's buffers on the device:
+
     RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (33.12G) exceeds available HBM
     (31.25G).
 
-The first number is what the compiler compares with the second, with arguments and results and whatever else the program has on
-the device. It has two decimals.
+In spite of the words, arguments and results are among them. The second time is at the end, when the size of the code is known:
+
+    RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used
+    534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
+
+A table of the largest buffers follows there. What is offloaded to the host is in neither number. A number has two decimals.
 """
 
 import re
 
-_TOO_LARGE = re.compile(
-    r"RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
-    r"\((?P<number>\d+\.\d\d)(?P<unit>[KMGT]?)\) exceeds available HBM \(\d+\.\d\d[KMGT]?\)\.\s*"
+_SIZE = r"(\d+(?:\.\d+)?[KMGT]?)"
+_FORMS = (
+    rf"Ran out of memory on HBM, the total memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)\.",
+    rf"(?:E\d+: \w+: )?XLA:TPU compile permanent error\. Ran out of memory in memory space hbm\. Used {_SIZE} of {_SIZE} hbm\. "
+    rf"Exceeded hbm capacity by {_SIZE}\.(?:\n.*)?",
 )
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TOO_LARGE = [re.compile(rf"RESOURCE_EXHAUSTED: {form}\s*", re.DOTALL) for form in _FORMS]
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def needed_bytes(text: str) -> int | None:
@@ -21,5 +30,9 @@ def needed_bytes(text: str) -> int | None:
 
     `needed_bytes("... HLO temporaries (33.12G) exceeds available HBM (31.25G).")` is 35562329211.
     """
-    said = _TOO_LARGE.fullmatch(text)
-    return round(float(said["number"]) * _UNITS[said["unit"]]) if said else None
+    said = next(filter(None, (form.fullmatch(text) for form in _TOO_LARGE)), None)
+    return _bytes(said[1]) if said else None
+
+
+def _bytes(size: str) -> int:
+    return round(float(size.rstrip("KMGT")) * _UNITS.get(size[-1], 1))

@@ -1,0 +1,170 @@
+"""TPUs as targets: layouts, what XLA's compiler says of a program that is too large, and steps that it compiles."""
+
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from jaxremat.chips.catalog import CHIPS, chip_of, describe
+from jaxremat.chips.tpu import installed
+from jaxremat.chips.tpu.chip import TPU
+from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
+from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
+from jaxremat.planner.batch import largest_from_above
+from jaxremat.session.flags import RunFlags
+from jaxremat.session.request import check_run
+from jaxremat.xla.memory import memory_of_rejected
+
+GIB, MIB = 2**30, 2**20
+EARLY = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries ({}) exceeds available HBM "
+    "({})."
+)
+#: libtpu 0.0.42.1, of a step with offloading on a v6e, under a limit of 530 MiB.
+LATE = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
+Used 534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
+
+Total hbm usage >= 762.00M:
+    reserved        260.00M 
+    program         406.00M 
+    arguments        96.00M 
+
+Output size 32.00M; shares 0B with arguments.
+
+Program hbm requirement 406.00M:
+    HLO temp        400.67M (100.0% utilization: Unpadded (272.00M) Padded (272.00M), 32.1% fragmentation (128.67M))
+    overlays          5.33M
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (EARLY.format("33.12G", "31.25G"), round(33.12 * GIB)),
+        (EARLY.format("384.06M", "1.00M"), round(384.06 * MIB)),
+        (EARLY.format("1.00T", "15.75G"), 2**40),
+        (LATE, 534 * MIB),
+        (EARLY.format("33.12G", "31.25G") + " And more.", None),
+        (EARLY.format("33.12P", "31.25G"), None),
+        (LATE.replace("memory space hbm", "memory space vmem"), None),
+        ("RESOURCE_EXHAUSTED: No space left on device", None),
+        ("", None),
+    ],
+)
+def test_the_bytes_of_a_rejection(text, expected):
+    assert TPU.needed_bytes(text) == expected
+
+
+def test_only_a_compiler_that_compares_bytes_says_them():
+    assert [chip.platform for chip in CHIPS if chip.needed_bytes(LATE)] == ["tpu"]
+    assert [chip.platform for chip in CHIPS if chip.options.memory_limit] == ["tpu"]
+    assert memory_of_rejected(7).total_bytes == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "expected"),
+    [
+        ("v6e", 1, "1x1"),
+        ("v6e", 2, "1x2"),
+        ("v6e", 8, "2x4"),
+        ("v5e", 256, "16x16"),
+        ("v5p", 1, "1x1x1"),
+        ("v5p", 4, "2x2x1"),
+        ("v5p", 32, "2x4x4"),
+        ("v4", 1, "1x1x1"),
+        ("v4", 8, "2x2x1"),
+        ("tpu7x", 128, "4x4x4"),
+    ],
+)
+def test_the_layout_of_a_slice(name, num_devices, expected):
+    """Devices are JAX's: two of a chip of v4 and tpu7x."""
+    assert layout_of(load_tpu(name), num_devices) == layout_of(load_tpu(name), num_devices, expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "requested"),
+    [(8, "2x2"), (8, "2x4x1"), (8, "8"), (8, "2*4"), (8, "0x8"), (12, None), (512, None)],
+)
+def test_a_slice_without_such_a_layout(num_devices, requested):
+    with pytest.raises(UsageError) as caught:
+        layout_of(load_tpu("v6e"), num_devices, requested)
+    assert caught.value.allowed
+
+
+def test_a_slice_is_a_node():
+    mesh = parse_mesh("fsdp=16", devices_of_node=chip_of("v6e").devices_of_node, topology="4x4")
+    assert mesh == MeshShape(fsdp=16, nodes=1, topology="4x4")
+    assert mesh is not None
+    assert axes_of_data(mesh.as_data()) == mesh
+    assert "topology" not in MeshShape(fsdp=16).as_data()
+    request = check_run(RunFlags(target="v6e", mesh="data=2,fsdp=16", nodes=2, topology="4x4"))
+    assert request.mesh == MeshShape(data=2, fsdp=16, nodes=2, topology="4x4")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"target": "h100-80gb", "mesh": "fsdp=8", "topology": "2x4"},
+        {"mesh": "fsdp=8", "topology": "2x4"},
+        {"target": "v6e", "topology": "1x1"},
+        {"target": "v6e", "xla_preset": ("latency-hiding",)},
+    ],
+)
+def test_flags_that_do_not_go_with_the_target(flags):
+    with pytest.raises(UsageError):
+        check_run(RunFlags(**flags))
+
+
+def test_each_tpu_has_its_sources():
+    for path in FOLDER.glob("*.toml"):
+        tpu = describe(path.stem)[1]
+        assert tpu.compute_capability is None
+        said = re.search(r": ([\d.]+)G", path.read_text())
+        assert said is not None
+        assert abs(tpu.device_memory_size / GIB - float(said[1])) < 0.006
+
+
+@pytest.mark.parametrize(("found", "is_right"), [("0.0.42.1", True), ("0.0.42", True), ("0.0.420", False), (None, False)])
+def test_the_libtpu_that_jax_names(found, is_right, monkeypatch):
+    monkeypatch.setattr(installed, "version_of", lambda name: found if name == "libtpu" else "0.10.2")
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy>=2", 'libtpu==0.0.42.*; extra == "tpu"'])
+    if is_right:
+        installed.check_libtpu()
+        return
+    with pytest.raises(MissingDependencyError) as caught:
+        installed.check_libtpu()
+    assert "jaxremat[tpu]" in caught.value.next_step
+
+
+def test_a_search_from_above_compiles_one_batch_that_fits():
+    found = largest_from_above(lambda batch: 400 + 149 * batch, lambda batch: 400 + 100 * batch, 3125, fixed_bytes=400)
+    assert (found.largest, found.next) == (18, 19)
+    assert [batch for batch, num_bytes in found.tried if num_bytes <= 3125] == [18]
+
+
+@pytest.mark.parametrize(
+    "total_bytes", [lambda b: 40 * b * b, lambda b: 100, lambda b: 10**6, lambda b: 90 * b + 900 * (b % 2)]
+)
+@pytest.mark.parametrize("start", [1, 8, 300])
+def test_a_search_from_above_ends_anywhere(total_bytes, start):
+    batches = range(1, 200)
+    found = largest_from_above(total_bytes, lambda batch: 10 * batch, 4000, start=start, batches=batches)
+    tried = dict(found.tried)
+    assert len(tried) <= 8 + len(batches).bit_length()
+    assert found.largest == 0 or tried[found.largest] <= 4000
+    assert found.next is None or tried[found.next] > 4000
+    assert (found.largest or 0) + 1 == (found.next or 200)
+
+
+@pytest.fixture(scope="module")
+def libtpu() -> None:
+    try:
+        installed.check_libtpu()
+    except MissingDependencyError as error:
+        if os.environ.get("CI") and Path(sys.prefix).name == ".venv-3.12":
+            raise  # CI installs it on this line
+        pytest.skip(str(error))
