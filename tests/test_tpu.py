@@ -1,22 +1,31 @@
 """TPUs as targets: layouts, what XLA's compiler says of a program that is too large, and steps that it compiles."""
 
+import functools
 import os
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxremat.chips.catalog import CHIPS, chip_of, describe
+from jaxremat.chips.target import load_target
 from jaxremat.chips.tpu import installed
 from jaxremat.chips.tpu.chip import TPU
 from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
-from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.errors import CompileError, MissingDependencyError, UsageError
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
 from jaxremat.planner.batch import largest_from_above
+from jaxremat.policy.grammar import parse
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
+from jaxremat.session.session import Session
+from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.workload.workload import Workload
+from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
 
 GIB, MIB = 2**30, 2**20
@@ -168,3 +177,68 @@ def libtpu() -> None:
         if os.environ.get("CI") and Path(sys.prefix).name == ".venv-3.12":
             raise  # CI installs it on this line
         pytest.skip(str(error))
+
+
+def mlp_stack(batch: int = 8) -> Workload:
+    """Four layers in a scan, which compile in seconds."""
+
+    def loss(w_LDD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        y_BTD, _ = jax.lax.scan(lambda x_BTD, w_DD: (jnp.tanh(x_BTD @ w_DD), None), x_BTD, w_LDD)
+        return (y_BTD.astype(jnp.float32) ** 2).mean()
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    return Workload(loss=loss, params=shape((4, 512, 512)), batch=shape((batch, 1024, 512)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("target", "mesh"), [("v5e", None), ("v6e", "fsdp=4")])
+def test_the_largest_batch_is_proven_at_the_real_limit(libtpu, target, mesh):
+    """Each batch was compiled at the budget's limit: the answer whole, and the next one is rejected."""
+    budget = 256 * MIB
+    session = Session(mlp_stack, target=target, mesh=mesh, budget=budget, optimizer="sgd-momentum")
+    assert (session.trials.limit_bytes, session.trials.budget_bytes) == (budget, budget)
+    *rows, last = session.largest_batch("none").records
+    assert isinstance(last, LargestBatchRecord)
+    assert last.next_batch == last.largest_batch + 1 > 1
+    assert last.next_batch is not None
+    trials = {row.batch: row for row in rows if isinstance(row, TrialRecord) and row.record == "trial"}
+    fits, too_large = trials[last.largest_batch], trials[last.next_batch]
+    assert (fits.fits, too_large.fits) == (True, False)
+    assert (fits.error, too_large.error) == (None, None)
+    assert fits.total_bytes is not None
+    assert too_large.total_bytes is not None
+    assert fits.total_bytes <= budget < too_large.total_bytes
+    assert too_large.total_bytes - fits.total_bytes < 0.1 * budget
+    assert (fits.step_s, too_large.temp_bytes) == (None, None)
+    compiled = session.trials.compile(parse("none"), last.largest_batch)
+    assert compiled.memory.needed_bytes == compiled.memory.total_bytes == fits.total_bytes
+
+
+@pytest.mark.full
+def test_a_program_that_is_too_large_is_an_answer(libtpu):
+    """XLA says its bytes, at the device's own limit too. It has no program that could be read."""
+    x = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32)
+    for target in ("v5e", "v6e"):
+        done = lower_and_compile(lambda x: x.sum(), (x,), target)
+        assert (done.is_too_large, done.memory.total_bytes) == (True, 64 * GIB)
+        with pytest.raises(CompileError):
+            _ = done.module
+        with pytest.raises(CompileError):
+            _ = done.memory_map
+
+
+@pytest.mark.full
+def test_devices_as_jax_counts_them(libtpu):
+    """Two of a chip of v4, one of v5p; slice by slice, and as many as the mesh has."""
+    for target, mesh, num_slices in (
+        ("v4", MeshShape(fsdp=8), 1),
+        ("v5p", MeshShape(fsdp=4), 1),
+        ("tpu7x", MeshShape(data=2, fsdp=2, nodes=2), 2),
+        ("v6e", MeshShape(fsdp=8, topology="8x1"), 1),
+    ):
+        devices = load_target(target, mesh).devices
+        assert len({device.id for device in devices}) == mesh.num_devices
+        slices = [getattr(device, "slice_index", 0) or 0 for device in devices]
+        assert slices == sorted(slices)
+        assert len({*slices}) == num_slices
+    assert len({device.coords[0] for device in devices}) == 8

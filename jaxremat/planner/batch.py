@@ -25,8 +25,8 @@ MAX_BATCH = 2**31 - 1  #: XLA takes no larger dimension of an array.
 #: The batch that is tried next is at most so many times the largest one that fits. The bytes of a few small samples are mostly
 #: alignment and workspaces, and a line through them leads anywhere.
 GROWTH = 512
-#: Where a search from above begins: at the batch whose guessed bytes are this many per cent of the budget.
-_FROM_ABOVE = 150
+#: Where a search from above begins, and what it tries second: batches whose guessed bytes are these per cent of the budget.
+_FROM_ABOVE, _SECOND = 150, 125
 _ALL = 4096  # up to so many batches, none is left out where all are looked at
 _SECANT_STEPS = 8  # compiles after which a search in which everything fits doesn't follow the line any more
 _SLACK = 4  # compiles that predictions may take beyond those of halving the bracket: along a line they take no more in all
@@ -170,7 +170,8 @@ def largest_from_above(
             fits = at
         else:
             fails = at
-        at = place(_predict(tried, budget_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
+        aim_bytes = budget_bytes if len(tried) > 1 else _SECOND * budget_bytes // 100
+        at = place(_predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
         guess = batches[min(at, fails - 1)]
     largest, after = batches[fits] if fits >= 0 else 0, batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))

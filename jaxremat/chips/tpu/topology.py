@@ -1,11 +1,14 @@
 """JAX's devices for TPUs that aren't here, from libtpu's topologies.
 
 libtpu is loaded once in a process. It looks for a TPU of this machine then, and for the others of a slice. The variables of
-`_ENVIRONMENT` keep it from asking, from printing what it doesn't find, and from holding a lock that other processes need.
+`_ENVIRONMENT` keep it from asking, from printing what it doesn't find, and from holding a lock that other processes need. It takes
+the process's handlers of signals, which are given back.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +45,8 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
         os.environ.setdefault(name, value)
     name = f"{tpu.name}:{layout}"
     try:
-        devices = topologies.get_topology_desc(name, platform="tpu", **more).devices
+        with _own_signals():
+            devices = topologies.get_topology_desc(name, platform="tpu", **more).devices
     except jax.errors.JaxRuntimeError as error:
         raise TargetError(
             f"libtpu rejected the topology {name}: {str(error).splitlines()[0]}",
@@ -51,3 +55,13 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
     # A chip of two devices has one too many where a slice has an odd number of them.
     num_here = len(devices) // shape.nodes
     return [device for first in range(0, len(devices), num_here) for device in devices[first : first + of_slice]]
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """A context after which signals have the handlers that Python gave them before. Only the main thread can set them."""
+    ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    with contextlib.suppress(ValueError):
+        for number, handler in ours.items():
+            signal.signal(number, handler)
