@@ -255,6 +255,7 @@ def test_the_map_s_bytes_are_those_in_the_device_s_memory(mesh):
     parts = attribution(memory_map)
     sizes = re.findall(r"^allocation \d+: size (\d+)(?!.*(?:color|thread-local)).*$", dump.assignment, re.MULTILINE)
     assert sum(parts.values()) == memory_map.total_bytes == sum(map(int, sizes)) + done.memory.generated_code_bytes
+    assert memory_map.total_bytes == done.memory.total_bytes
     assert {loop.trip_count for loop in memory_map.loops} == {MODEL.num_layers}
     assert [phase for phase, _, _ in memory_map.phases] == ["forward", "backward", "update"]
     assert {"parameters", "optimizer state", "workspace"} <= parts.keys()
