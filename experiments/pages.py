@@ -115,7 +115,7 @@ VOCABULARY = {
     **{of.__name__: of for of in (result, rows, one, only, by, count, ms, percent, signed, span)},
     **{of.__name__: of for of in (policy_table_markdown, alias_table_markdown, target_table_markdown, load_calibration)},
     "gib": gib_number,
-    "paired_error": PAIRED_ERROR,
+    "paired_error": lambda: PAIRED_ERROR,
 }
 
 

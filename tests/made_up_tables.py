@@ -110,6 +110,7 @@ TABLES: dict[str, Table] = {
     "batches": steps.batch_table(ROWS[:1] + ROWS[2:]),
     "attached": steps.batch_table([measured("dots", 188_943, 1274.3217, 1300.0, host_temp_bytes=123 * GIB, accumulate=16)]),
     "policies": steps.policy_table(ROWS, "policies side by side"),
+    "ties": steps.policy_table([replace(ROWS[0], policy=policy, paired_error=0.09) for policy in ("none", POLICY)], "ties"),
     "frontier": steps.frontier_table(ROWS),
     "suggestions": steps.suggestions_table([SUGGESTED]),
     "lengths": lengths.lengths_table(LENGTHS),

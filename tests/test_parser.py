@@ -65,6 +65,8 @@ class Flags(Base):
         ("", {}),
         ("--words a b --words c b", {"words": ("a", "b", "c")}),
         ("--words=a", {"words": ("a",)}),
+        ("--words none b", {"words": ("none", "b")}),
+        ("--words none", {"words": ("none",)}),
         ("--batch 8,16 32", {"batch": (8, 16, 32)}),
         ("--file there --share -1 --kind two", {"file": Path("there"), "share": -1.0, "kind": "two"}),
         ("--budget 1GiB -v", {"budget": 2**30, "verbose": True}),

@@ -152,6 +152,8 @@ def test_the_gradient_of_an_embedding_takes_as_long_as_on_an_h100():
         assert seconds_of_gradient(row) == pytest.approx(row["kernel_s"], rel=0.4), row
     row = found["bfloat16", 16384, 768]
     assert seconds_of_gradient(row, "rows of experts") == seconds_of_gradient(row, unique=True) < 0.2 * row["kernel_s"]
+    row = found["bfloat16", 65536, 768]
+    assert seconds_of_gradient(row | {"num_tokens": 2**18}) == pytest.approx(4 * seconds_of_gradient(row), rel=0.02)
 
 
 def test_collectives_inside_a_node():

@@ -35,9 +35,9 @@ Shares = tuple[tuple[KernelClass, float], ...]
 #: published steps. `python -m experiments.published` compares them.
 SEVERAL_GPUS = (-0.09, 0.15)
 #: How far two predicted steps of one model on GPUs of one kind may be off beside each other, as a share: the largest difference
-#: of measured over predicted times, rounded up. Between policies it is 8.8 % for gpt2 on an H100, of which 4.7 % are left if the
-#: steps are predicted from the programs that ran, and 4.0 % for llama3.2-1b on an H200. Between meshes and numbers of GPUs it
-#: is 3.7 %, of published steps.
+#: of measured over predicted times, rounded up. Of the steps in `experiments.published`, it is 8.1 % between policies of gpt2 on
+#: an H100, of which 4.7 % are left if the steps are predicted from the programs that ran, 4.0 % between those of llama3.2-1b on
+#: an H200, and 3.8 % between meshes and numbers of H100s.
 PAIRED_ERROR = 0.09
 
 
@@ -120,7 +120,8 @@ class DeviceSpeed:
         links: What connects several devices. None for one device.
         f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
         tables: Measured kernels of the generation. None if there are none.
-        row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5.
+        row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5, as
+            far as that was measured (`MOST_ROWS` of the clock).
     """
 
     bf16_flops: float

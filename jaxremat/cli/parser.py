@@ -63,10 +63,11 @@ def _app(prog: str, flags: Sequence[Flag]) -> App:
         return values
 
     def parameter(flag: Flag) -> inspect.Parameter:
-        # Any, as the converter has made a value of the text, and cyclopts checks it by pydantic where that was imported.
-        text: Any = bool | None if flag.kind is bool else tuple[Any, ...] | None if flag.is_several else Any
+        # Any, as the converter has made a value of the text, and cyclopts checks it by pydantic where that was imported. No type
+        # has None in it, which the word none would then be.
+        text, unset = (bool, False) if flag.kind is bool else (tuple[Any, ...], ()) if flag.is_several else (Any, None)
         kind: Any = Annotated[text, flag.parameter]
-        return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=kind)
 
     command.__signature__ = inspect.Signature([*map(parameter, flags)])  # pyright: ignore[reportFunctionMemberAccess]
     return App(prog, default_command=command, version_flags=(), help_flags=(), default_parameter=Parameter(negative=""))

@@ -14,25 +14,25 @@ from jaxremat.policy.offload import flag_line
 from jaxremat.policy.spec import Names
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import LAYOUT_WORDS, loss_text, steps_table
-from jaxremat.report.table import gib_number, list_table, number
+from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 
-#: The step that added seconds are measured against.
-_FREE = "a step that recomputes nothing and saves what its kernels write in any case"
+#: Before the seconds of the lower bound.
+_LEAST = "the least of any choice of residuals within the budget is"
 
 
 def plan_sentences(plan: PlanRecord) -> list[str]:
     """The plan in sentences.
 
     The first ones give the batch, the loss, the bytes and each layer's policy. The next one compares the planner's expected
-    bytes with XLA's. The last one compares the seconds that the residuals' choice adds to a step with the lower bound: for
+    bytes with XLA's. The last one compares the seconds that the residuals' choice takes with the lower bound: for
     recomputing, and for writing and reading what a step that recomputes nothing wouldn't write.
     """
     total = f"{gib(plan.total_bytes)} of {gib(plan.budget_bytes)}"
     layers = f", layers {LAYOUT_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
-    planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {plan.num_compiles} compiles."
+    planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {counted(plan.num_compiles, 'compile')}."
     sentences = [f"{planned} Of the layers:"]
     sentences += [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
     if plan.as_config:
@@ -42,17 +42,15 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     if plan.disabled_pass:
         sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        added = f"recomputing, writing and reading residuals adds to {_FREE}"
-        return [*sentences, _why_named(plan), f"By the model, the lower bound of what {added} is {_ms(plan.bound_s)}."]
+        return [*sentences, _why_named(plan), f"By the model, {_LEAST} {_ms(plan.bound_s)}."]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     share = 100 * (plan.recompute_s - plan.bound_s) / plan.step_s
-    away = f" ({share:.2f}% of the step away)" if share >= 0.005 else ""
+    away = f" ({share:.2f}% of the step less)" if share >= 0.005 else ""
+    takes = f"Recomputing, writing and reading residuals takes {_ms(plan.recompute_s)} of the step's {_ms(plan.step_s)}"
     return [
         *sentences,
         f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).",
-        f"Recomputing, writing and reading residuals adds {_ms(plan.recompute_s)} to {_FREE}, by the model. The step is "
-        f"predicted to take {_ms(plan.step_s)}. By the same model, the lower bound of what any choice of residuals within the "
-        f"budget adds is {_ms(plan.bound_s)}{away}.",
+        f"{takes}, by the model; {_LEAST} {_ms(plan.bound_s)}{away}.",
     ]
 
 

@@ -63,7 +63,7 @@ def plot_frontier(rows: Sequence[TrialRecord], path: Path) -> None:
     left.set(xlabel="total bytes, GiB", ylabel=f"step, ms ({source})")
     left.margins(x=0.15, y=0.1)
     left.legend()
-    fastest = itertools.accumulate((row.tokens_per_s or row.samples_per_s or 0 for row in rows), max)
+    fastest = itertools.accumulate((row.rate for row in rows), max)
     right.step([x for x, _, _ in points], [*fastest], where="post", color="tab:blue")
     right.set(xlabel="budget, GiB", ylabel=f"{rate_title(rows)} of the fastest that fits ({source})")
     for row in rows[:1]:

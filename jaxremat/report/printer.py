@@ -169,7 +169,9 @@ class Printer:
         elif by_batch and not rows:
             said = [sentences.batch_so_far_sentence(by_batch)]
         else:
-            said, reasons = [*map(sentences.batch_sentence, rows)], reasons[:1]
+            # A plan's own sentences have the batch and the bytes of its step.
+            unsaid = [row for row in rows if not (planned and row.outcome == "ok")]
+            said, reasons = [*map(sentences.batch_sentence, unsaid)], reasons[:1]
         said += [*map(sentences.why_not, reasons), *saved_sentences(answers), *sentences.lint_sentences(answers)]
         said += sentences.job_sentences(answers)
         self._report.show(*tables, *said)

@@ -93,13 +93,21 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
     if not fitting:
         return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
     fastest, so_far = max(fitting, key=lambda row: row.tokens_per_s or 0.0), "" if is_complete else " so far"
-    said = [f"The fastest{so_far}: {_gpus_and_mesh(fastest)}: {fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted."]
+    speed = f"{fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted"
+    said = [f"{_place('fastest', rows, by_cost=False)}{so_far}: {_gpus_and_mesh(fastest)}: {speed}."]
     priced = [row for row in fitting if row.cost_per_billion is not None]
     if by_cost and priced:
         row = min(priced, key=lambda row: row.cost_per_billion or 0.0)
         cost, hours = short_number(row.cost_per_billion), short_number(row.hours_per_billion)
-        said.append(f"The cheapest{so_far}: {_gpus_and_mesh(row)}: {cost} for a billion {row.counted}, in {hours} hours.")
+        cheapest = f"{_place('cheapest', rows, by_cost=True)}{so_far}: {_gpus_and_mesh(row)}"
+        said.append(f"{cheapest}: {cost} for a billion {row.counted}, in {hours} hours.")
     return said
+
+
+def _place(what: str, rows: Sequence[RecommendationRecord], *, by_cost: bool) -> str:
+    """`The fastest`, or `One of the 3 fastest` where predicted times don't tell them apart."""
+    tied = _tied(rows, by_cost=by_cost)
+    return f"One of the {len(tied)} {what}" if tied else f"The {what}"
 
 
 def _gpus_and_mesh(row: RecommendationRecord) -> str:

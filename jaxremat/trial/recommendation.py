@@ -14,7 +14,7 @@ from jaxremat.trial.details import AnyRecord
 from jaxremat.trial.queue import answer_of, error_of, outcome_of
 from jaxremat.trial.record import Record, TrialRecord, picked
 
-#: The share by which a policy must be faster than `none` for checkpointing to be worth it.
+#: The share by which a policy must be faster than `none` for checkpointing to be worth it, where no `paired_error` is known.
 _WORTH = 0.01
 #: The policy that saves everything.
 NONE_TEXT = "none"
@@ -48,8 +48,8 @@ class RecommendationRecord(AnyRecord):
         total_bytes: XLA's total for the step, or bytes of the state alone; None where no trial has an answer.
         budget_bytes: what a step may take.
         over_bytes: by how much that is over the budget, where nothing fits.
-        checkpointing: `needed` where nothing fits under `none` on this mesh, `faster` where another policy has at least 1 % more
-            tokens per second. None where the trial of `none` failed or isn't done yet.
+        checkpointing: `needed` where nothing fits under `none` on this mesh, `faster` where another policy has more tokens
+            per second, by `paired_error` at least. None where the trial of `none` failed or isn't done yet.
         none_total_bytes: XLA's total at the largest batch under `none`, or at the smallest if none fits.
         none_tokens_per_s: tokens per second at that batch.
         price_per_hour: price of one GPU.
@@ -147,7 +147,7 @@ def _without_checkpointing(best: TrialRecord, none: TrialRecord | None, num_devi
         return {}
     if not none.fits:
         return {"checkpointing": "needed", "none_total_bytes": none.total_bytes}
-    is_faster = best.rate >= (1 + _WORTH) * none.rate
+    is_faster = best.rate >= (1 + (best.paired_error or _WORTH)) * none.rate
     return {
         "checkpointing": "faster" if is_faster else "not needed",
         "none_total_bytes": none.total_bytes,

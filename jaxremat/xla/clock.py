@@ -18,6 +18,9 @@ from jaxremat.xla.hlo import Module
 from jaxremat.xla.kernels import Kernel, Wait, events_of, kernels_of
 from jaxremat.xla.step_facts import StepTime
 
+#: The most rows of an embedding's gradient that were measured. Of more rows, each waits as long as one of so many.
+MOST_ROWS = 2**16
+
 _Link = Literal["host", "devices"]
 
 
@@ -143,5 +146,5 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)
     threads = kernel.elements_written / calibration.elements_per_thread
     writes_s = threads / (calibration.threads_per_clock * speed.clocks_per_s)
-    wait_s = speed.row_wait_s * kernel.rows_added**1.5
+    wait_s = speed.row_wait_s * kernel.rows_added * min(kernel.rows_added, MOST_ROWS) ** 0.5
     return KernelTime(max(flops_s, bytes_s, writes_s) + wait_s + calibration.launch_s, flops_s, bytes_s, writes_s)

@@ -47,7 +47,7 @@ def compiler_options(target: "Target", *, xla_remat: bool = False, misreads: boo
     disabled in XLA_FLAGS. All other options are left out if the user has set the flag of the same name. For a deviceless
     target the result is, for example::
 
-        {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+        {"xla_disable_hlo_passes": "rematerialization", "xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False, ...}
 
     The disabled passes also include those of `Chip.passes_to_skip`.
 
