@@ -85,11 +85,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict) and type(row.get("step")) is int and type(row.get("time_s")) in (int, float):
-            rows += (
-                [row]
-                if row["step"] > 0 and all(math.isfinite(n) for n in row.values() if isinstance(n, int | float))
-                else []
-            )
+            numbers = [value for value in row.values() if isinstance(value, int | float)]
+            rows += [row] if row["step"] > 0 and all(map(math.isfinite, numbers)) else []
     return rows
 
 
