@@ -33,6 +33,9 @@ EARLY = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries ({}) exceeds available HBM "
     "({})."
 )
+EARLY_050 = EARLY.replace(": Ran", ": E1000: CompileTimeHbmOom: Ran") + (
+    " HLO module: jit__lambda.\nSee https://openxla.org/xla/errors/error_1000 for more details."
+)
 #: libtpu 0.0.42.1, of a step with offloading on a v6e, under a limit of 530 MiB.
 LATE = """RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
 Used 534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
@@ -57,6 +60,7 @@ Program hbm requirement 406.00M:
         (EARLY.format("384.06M", "1.00M"), round(384.06 * MIB)),
         (EARLY.format("1.00T", "15.75G"), 2**40),
         (LATE, 534 * MIB),
+        (EARLY_050.format("64.00G", "15.75G"), 64 * GIB),
         (EARLY.format("33.12G", "31.25G") + " And more.", None),
         (EARLY.format("33.12P", "31.25G"), None),
         (LATE.replace("memory space hbm", "memory space vmem"), None),

@@ -10,18 +10,20 @@ In spite of the words, arguments and results are among them. The second time is 
     RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used
     534.00M of 530.00M hbm. Exceeded hbm capacity by 4.00M.
 
-A table of the largest buffers follows there. What is offloaded to the host is in neither number. A number has two decimals.
+A table of the largest buffers follows there. libtpu 0.0.50 begins both with `E1000: CompileTimeHbmOom:`, and ends the first with
+the module's name. What is offloaded to the host is in neither number. A number has two decimals.
 """
 
 import re
 
 _SIZE = r"(\d+(?:\.\d+)?[KMGT]?)"
 _FORMS = (
-    rf"Ran out of memory on HBM, the total memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)\.",
-    rf"(?:E\d+: \w+: )?XLA:TPU compile permanent error\. Ran out of memory in memory space hbm\. Used {_SIZE} of {_SIZE} hbm\. "
+    rf"Ran out of memory on HBM, the total memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)\."
+    r"(?: HLO module: \S+\.\nSee https://openxla\.org/xla/errors/\S+ for more details\.)?",
+    rf"XLA:TPU compile permanent error\. Ran out of memory in memory space hbm\. Used {_SIZE} of {_SIZE} hbm\. "
     rf"Exceeded hbm capacity by {_SIZE}\.(?:\n.*)?",
 )
-_TOO_LARGE = [re.compile(rf"RESOURCE_EXHAUSTED: {form}\s*", re.DOTALL) for form in _FORMS]
+_TOO_LARGE = [re.compile(rf"RESOURCE_EXHAUSTED: (?:E\d+: \w+: )?{form}\s*", re.DOTALL) for form in _FORMS]
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -1,8 +1,8 @@
 """JAX's devices for TPUs that aren't here, from libtpu's topologies.
 
 libtpu is loaded once in a process. It looks for a TPU of this machine then, and for the others of a slice. The variables of
-`_ENVIRONMENT` keep it from asking, from printing what it doesn't find, and from holding a lock that other processes need. It takes
-the process's handlers of signals, which are given back.
+`_ENVIRONMENT` keep it from asking, from printing what it doesn't find, and from holding a lock that other processes need. It
+takes the process's handlers of signals, which are given back.
 """
 
 import contextlib
