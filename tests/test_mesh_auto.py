@@ -20,8 +20,7 @@ from jaxremat.session.request import check_run
 from tests.mesh_runs import SMALL, records
 
 pytestmark = pytest.mark.any_jax
-#: Choosing the attention takes a compile, and cuDNN's takes longer than XLA's.
-ARGV = ["--model", "tiny", *SMALL, "--attention", "xla"]
+ARGV = ["--model", "tiny", *SMALL]
 
 
 def rows_of(argv: list[str], path: Path) -> list[dict]:
@@ -32,7 +31,7 @@ def rows_of(argv: list[str], path: Path) -> list[dict]:
 @pytest.mark.full
 def test_the_mesh_of_the_fastest_answer(tmp_path):
     """The chosen one is requested by itself, too: it is as fast as it was said."""
-    argv = [*ARGV, "--devices", "2", "--policy", "dots", "--global-batch", "8", "--budget", "60MiB"]
+    argv = [*ARGV, "--devices", "2", "--policy", "dots+attention", "--global-batch", "8", "--budget", "60MiB"]
     rows = rows_of([*argv, "--mesh", "auto"], tmp_path / "auto.jsonl")
     (choice,) = [row for row in rows if row["record"] == "mesh_choice"]
     meshes = {one["mesh"]: one for one in choice["meshes"]}
@@ -65,7 +64,7 @@ def test_meshes_are_compared_in_the_worker_too():
 
 def test_no_mesh_has_room_for_the_state(tmp_path):
     out = tmp_path / "rows.jsonl"
-    argv = [*ARGV, "--devices", "4", "--mesh", "auto", "--policy", "nothing", "--budget", "5MiB"]
+    argv = [*ARGV, "--attention", "xla", "--devices", "4", "--mesh", "auto", "--policy", "nothing", "--budget", "5MiB"]
     assert main([*argv, "--out", str(out)]) == 3
     (choice,) = records(out, "mesh_choice")
     assert (choice["mesh"], choice["num_compiles"]) == (None, 0)

@@ -16,25 +16,27 @@ import pytest
 from experiments.bad_inputs.signals import hears, is_command
 from jaxremat.system import interrupt
 from jaxremat.system.interrupt import EXIT_CODE
-from jaxremat.xla.results import SIZE
+from jaxremat.xla.results import DEFAULT_SIZE, SIZE
+from tests.helpers import QUICK_FLAGS
 
 pytestmark = pytest.mark.full
 #: Twice the time that a command has, as these machines are busy.
 SECONDS = 10
-#: Choosing the attention takes a compile.
 SMALL = ["--model", "tiny", "--target", "h100-80gb", "--num-layers", "1", "--attention", "xla", "--loss", "chunked"]
 LONG = ["--model", "tiny", "--num-steps", "100000", "--eval-every", "0", "--sample-tokens", "0"]
 
 
 def ended_by(
-    number: signal.Signals, argv: list[str], when: Callable[[str], bool], again: bool = False
+    number: signal.Signals, argv: list[str], when: Callable[[str], bool], **variables: str
 ) -> tuple[int, float, str, str]:
     """A command that gets a signal as soon as `when(line)` holds for a line of its stderr.
+
+    By default each step is compiled, and none is read from the store. `variables` of the environment change that.
 
     Returns:
         Its exit code, the seconds that it took to end, and what it printed to stdout and stderr.
     """
-    environment = {**os.environ, "COLUMNS": "100", SIZE: "0"}  # each step is compiled, and none is read from the store
+    environment = {**os.environ, "COLUMNS": "100", SIZE: "0", **variables}
     command = [sys.executable, "-m", *argv]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
@@ -46,9 +48,6 @@ def ended_by(
         time.sleep(0.5)
         started = time.monotonic()
         process.send_signal(number)
-        if again:
-            time.sleep(0.2)
-            process.send_signal(number)
         out, err = process.communicate(timeout=120)
         return process.returncode, time.monotonic() - started, out, "".join(read) + err
 
@@ -68,10 +67,12 @@ def test_a_command_ends_while_it_starts(number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_ends_while_xla_compiles(number, tmp_path):
-    """What was found before is printed, and is in the file."""
+    """What was found before is printed, and is in the file. The second of the two reads the first step from the store."""
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *SMALL, "--policy", "nothing", "--batch", *map(str, range(1, 9)), "--out", str(out)]
-    code, seconds, printed, err = ended_by(number, argv, lambda line: "compile 2" in line)
+    argv = ["jaxremat.run", *SMALL, "--seq-len", "96", "--policy", "nothing", "--batch", *map(str, range(1, 9))]
+    code, seconds, printed, err = ended_by(
+        number, [*argv, "--out", str(out)], lambda line: "compile 2" in line, **{SIZE: DEFAULT_SIZE}
+    )
     assert "Traceback" not in err
     assert code == EXIT_CODE
     assert seconds < SECONDS
@@ -107,8 +108,8 @@ def test_the_meshes_so_far_are_printed(tmp_path):
 
 
 def test_a_training_says_what_it_finishes():
-    argv = ["jaxremat", "train", *LONG, "--num-layers", "1", "--seq-len", "32", "--batch", "2"]
-    code, seconds, _, err = ended_by(signal.SIGTERM, argv, lambda line: "tokens/s" in line)
+    argv = ["jaxremat", "train", *LONG]
+    code, seconds, _, err = ended_by(signal.SIGTERM, argv, lambda line: "tokens/s" in line, XLA_FLAGS=QUICK_FLAGS)
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
     assert "finishing step" in err
     assert "Traceback" not in err

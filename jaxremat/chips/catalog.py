@@ -7,16 +7,23 @@ is attached.
 import functools
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
 
-from jaxremat.chips.chip import CallKind, Chip, Description
+from jaxremat.chips.chip import CallKind, Chip, Description, FusedAttention
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.nvidia.chip import NVIDIA
 from jaxremat.chips.tpu.chip import TPU
+from jaxremat.errors import UsageError
 
 CHIPS: tuple[Chip, ...] = (NVIDIA, TPU, CPU)
 #: The chip that `--target gpu` is.
 ATTACHED: Chip = NVIDIA
 DEFAULT_DEVICELESS = "h100-80gb"
+if TYPE_CHECKING:
+    Attention = str
+else:
+    #: The values of `--attention`: chosen by a trial compile, XLA's own, or the fused attention of a chip.
+    Attention = Literal[("auto", "xla", *dict.fromkeys(chip.attention.name for chip in CHIPS))]
 #: The options of each `--xla-preset`.
 PRESETS = {name: dict(options) for chip in CHIPS for name, options in chip.options.presets.items()}
 
@@ -43,6 +50,18 @@ def describe(name_or_path: str) -> tuple[str, Description]:
         TargetError: there is no such name or file, or its text is damaged.
     """
     return chip_of(name_or_path).describe(name_or_path)
+
+
+def fused_attention(name: str) -> FusedAttention | None:
+    """The fused attention of this name. None for `xla`.
+
+    Raises:
+        UsageError: no chip has one of this name.
+    """
+    known = {chip.attention.name: chip.attention for chip in CHIPS}
+    if name not in ("xla", *known):
+        raise UsageError(f"the attention {name!r} was requested", allowed=", ".join(("xla", *known)), next_step="xla")
+    return known.get(name)
 
 
 def check_installed(targets: Iterable[str]) -> None:

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 #: The share of a device's memory that JAX's allocator takes by default.
 MEM_FRACTION = 0.75
 MOST_MEMORY = 2**42  #: The most bytes that a device may be described with.
-#: The values of `--attention`: chosen by a trial compile, XLA's own, or the fused attention of a chip.
-Attention = Literal["auto", "xla", "cudnn"]
 #: The kernels that run a step's matmuls: those that the autotuner chose on the device, a library's, or Triton fusions with
 #: default tiles.
 Matmuls = Literal["autotuned", "cublas", "triton"]
-#: What a call of a library computes, as far as FLOPs are counted.
+#: What a call of a library computes, as far as FLOPs are counted. An attention's gradient may have two kernels, of which one is
+#: that of queries.
 CallKind = Literal[
     "matmul",
     "attention",
     "attention gradient",
+    "attention gradient of queries",
     "convolution",
     "convolution's filter gradient",
     "convolution's input gradient",
@@ -73,16 +73,52 @@ class FusedAttention:
     """The fused attention that JAX has for a chip.
 
     Attributes:
-        name: the value of `--attention`, and the `implementation` of `jax.nn.dot_product_attention`.
+        name: the value of `--attention`.
         title: its name in sentences.
         checked_in: the folder of JAX's modules that check whether it takes some shapes.
         takes: what it takes, in words.
+        has_softcap: whether its kernel caps scores.
+        names_residuals: whether it gives what it saves a checkpoint name.
+        block_tokens: the tokens whose multiples its blocks are (`--attention-block`). 0 if a caller can't choose blocks.
     """
 
     name: str
     title: str
     checked_in: str
     takes: str
+    has_softcap: bool = False
+    names_residuals: bool = False
+    block_tokens: int = 0
+
+    def attend(
+        self,
+        q_BTNH: Any,
+        k_BTKH: Any,
+        v_BTKH: Any,
+        *,
+        scale: float | None,
+        window: int,
+        softcap: float,
+        block: int,
+        name: str,
+    ) -> Any:
+        """Causal attention `[B, T, N, H]`, here that of `jax.nn.dot_product_attention`.
+
+        Args:
+            q_BTNH: the queries.
+            k_BTKH: the keys.
+            v_BTKH: the values.
+            scale: what scores are multiplied by. None takes `H ** -0.5`.
+            window: the tokens that a token sees, itself included. 0 for all before it.
+            softcap: scores become `softcap * tanh(score / softcap)`, if `has_softcap`. 0 for no cap.
+            block: the most tokens of a block, if it has `block_tokens`.
+            name: the checkpoint name of what it saves, if `names_residuals`.
+        """
+        import jax
+
+        local, fused = (window - 1, 0) if window else None, self.name
+        how: dict[str, Any] = {"is_causal": True, "scale": scale, "local_window_size": local, "implementation": fused}
+        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **how)
 
 
 @dataclass(frozen=True)
@@ -137,10 +173,13 @@ class Chip(ABC):
         is_gpu: whether XLA's compiler of GPUs compiles for it.
         attention: the fused attention that `--attention auto` looks for. `attention_obstacle` says where it can't run.
         options: XLA's options.
-        calls: what the calls of libraries compute, by the beginning of their target (a regular expression). The first counts.
+        calls: what the calls of libraries compute, by the beginning of their target (a regular expression). The first counts. A
+            kernel of Pallas has the target `pallas_call$NAME`.
         with_workspace: the targets of calls whose last result may be a workspace (a regular expression), or None.
         outside: what a process takes of a device beside the allocator's pool, in words.
         outside_needed: how much that is on a mesh, as far as it is known, in words.
+        device_spaces: XLA's memory spaces that are the device's memory, where the program's code is in it too. None if all are,
+            except for the host's, and the code isn't.
         mem_fraction: the share of a device's memory that a step may take by default.
         has_topologies: whether the chips of a node lie in a layout of their own (`--topology`).
         devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
@@ -155,6 +194,7 @@ class Chip(ABC):
     with_workspace: str | None = None
     outside: str = ""
     outside_needed: str = ""
+    device_spaces: Collection[int] | None = None
     mem_fraction: float = MEM_FRACTION
     has_topologies: bool = False
     devices_of_node: int | None = DEVICES_OF_NODE

@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
-from jaxremat.chips.catalog import ATTACHED
-from jaxremat.chips.chip import Attention
+from jaxremat.chips.catalog import ATTACHED, CHIPS, Attention
 from jaxremat.errors import UsageError, bad_value, both
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -19,6 +18,8 @@ Dispatch = Literal["dense", "ragged"]
 #: How equal layers run: scanned over stacked parameters, or unrolled. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
+#: The tokens whose multiples the blocks of any chip's attention are.
+BLOCK_TOKENS = max(chip.attention.block_tokens for chip in CHIPS)
 #: The largest whole number of a size, where a field has no smaller one of its own.
 MOST = 2**31 - 1
 #: By field, the interval of a number that isn't whole, and the next step where the value isn't in it.
@@ -134,6 +135,7 @@ class ModelConfig:
     attention: Attention = _help(
         "auto", f"auto takes {ATTACHED.attention.title}'s fused kernel where it compiles for the target"
     )
+    attention_block: int = _help(512, "the most tokens of a block of splash attention, a multiple of 128 (TPUs)")
     scan_layers: bool = _help(
         True,
         "layers scanned over stacked parameters, or unrolled; auto compares both, as --policy auto does by default",
@@ -169,6 +171,10 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             divisor = f"a divisor of num_heads = {self.num_heads}"
             raise _bad_field("num_kv_heads", self.num_kv_heads, divisor, "change one of the two")
+        if self.attention_block % BLOCK_TOKENS:
+            raise _bad_field(
+                "attention_block", self.attention_block, f"a multiple of {BLOCK_TOKENS}", "512 and 2048 are usual ones"
+            )
         if not re.fullmatch("[sf]+", self.window_pattern):
             raise _bad_field("window_pattern", self.window_pattern, "a text of the letters s and f", "sf is Gemma 2's")
         if 1 < self.num_experts < self.experts_per_token:

@@ -20,10 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxremat.chips.chip import FusedAttention
 from jaxremat.chips.target import Target, load_target
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import traced_target
+from jaxremat.policy import maxtext
+from jaxremat.policy.jax_private import ResidualName
 from jaxremat.policy.offload import traces_for_gpu
 from jaxremat.policy.program import Equation, bind_equation, eval_program, flatten
 from jaxremat.xla.compile import lower_and_compile
@@ -62,7 +65,7 @@ def choose_attention(config: ModelConfig, seq_len: int, target: Target) -> Atten
     if config.attention == "xla":
         return AttentionChoice("xla", "requested")
     fused = target.chip.attention
-    of_shapes = target.chip.attention_obstacle(target.compute_capability) or _model_obstacle(config, seq_len)
+    of_shapes = target.chip.attention_obstacle(target.compute_capability) or _model_obstacle(config, seq_len, fused)
     if config.attention not in ("auto", fused.name):
         of_shapes = f"the target's fused attention is {fused.name}"
     obstacle = of_shapes or _compile_obstacle(config, seq_len, target)
@@ -136,12 +139,32 @@ def _default_target(is_gpu: bool) -> Target:
     return load_target("gpu" if is_gpu else "cpu")
 
 
-def _model_obstacle(config: ModelConfig, seq_len: int) -> str:
+def attend_fused(
+    fused: FusedAttention, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, config: ModelConfig
+) -> jax.Array:
+    """The chip's fused attention of a model that has one window for all layers.
+
+    What it saves has the checkpoint name `context`, if `fused` names it.
+    """
+    window = config.windows(q_BTNH.shape[1])[0]
+    return fused.attend(
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        scale=config.query_pre_attn_scalar**-0.5 if config.query_pre_attn_scalar else None,
+        window=window if window < q_BTNH.shape[1] else 0,
+        softcap=config.attention_softcap,
+        block=config.attention_block,
+        name=ResidualName(maxtext.CONTEXT),
+    )
+
+
+def _model_obstacle(config: ModelConfig, seq_len: int, fused: FusedAttention) -> str:
     """What the model's attention has at this length that the fused kernel hasn't.
 
     It is empty if there is no such thing.
     """
-    if config.attention_softcap:
+    if config.attention_softcap and not fused.has_softcap:
         return f"its kernel has no soft-cap, and the model caps scores at {config.attention_softcap:g}"
     windows = config.windows(seq_len)
     if len(set(windows)) > 1:
@@ -164,22 +187,21 @@ def _lengths_that_do(config: ModelConfig, seq_len: int, target: Target) -> Itera
 
 def _compile_obstacle(config: ModelConfig, seq_len: int, target: Target) -> str:
     """Why the fused kernel can't run the model's attention at this length; empty where it can."""
-    window = config.windows(seq_len)[0]
-    return _refusal(seq_len, window, config.num_heads, config.num_kv_heads, config.head_dim, config.dtype, target)
+    of_heads = ("num_heads", "num_kv_heads", "head_dim", "dtype", "attention_softcap", "attention_block")
+    same = {name: getattr(config, name) for name in of_heads}
+    return _refusal(ModelConfig(num_layers=1, sliding_window=config.windows(seq_len)[0], **same), seq_len, target)
 
 
 @functools.cache
-def _refusal(seq_len: int, window: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str, target: Target) -> str:
-    local = (window - 1, 0) if window < seq_len else None
-    fused: Any = target.chip.attention.name
+def _refusal(config: ModelConfig, seq_len: int, target: Target) -> str:
+    fused = target.chip.attention
 
     def loss(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Array:
-        context_BTNH = jax.nn.dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=local, implementation=fused
-        )
-        return context_BTNH.astype(jnp.float32).sum()
+        return attend_fused(fused, q_BTNH, k_BTKH, v_BTKH, config).astype(jnp.float32).sum()
 
-    q, k = (jax.ShapeDtypeStruct((1, seq_len, n, head_dim), dtype) for n in (num_heads, num_kv_heads))
+    q, k = (
+        jax.ShapeDtypeStruct((1, seq_len, n, config.head_dim), config.dtype) for n in (config.num_heads, config.num_kv_heads)
+    )
     try:
         lower_and_compile(jax.grad(loss, argnums=(0, 1, 2)), (q, k, k), target, suggest=False)
     except CompileError as error:

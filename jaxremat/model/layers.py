@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxremat.chips.catalog import fused_attention
 from jaxremat.config import ModelConfig
 from jaxremat.config.rope import parse_rope_scaling
 from jaxremat.mesh.sharding import on_mesh
-from jaxremat.model.attention import traced_attention, xla_attention
+from jaxremat.model.attention import attend_fused, traced_attention, xla_attention
 from jaxremat.model.experts import Experts
 from jaxremat.model.gathers import gathering
 from jaxremat.policy import maxtext
@@ -109,15 +110,14 @@ def attend(
         window: the tokens that a token of this layer sees, a scalar. None where `config` has one window for all layers.
     """
     length = q_BTNH.shape[1]
+    fused = fused_attention(implementation)
+    if fused and window is None and (fused.has_softcap or not config.attention_softcap):
+        return attend_fused(fused, q_BTNH, k_BTKH, v_BTKH, config)
     scale = config.query_pre_attn_scalar**-0.5 if config.query_pre_attn_scalar else None
     if window is None and not config.attention_softcap:
         static = config.windows(length)[0]
         local = (static - 1, 0) if static < length else None
-        how: dict[str, Any] = {"is_causal": True, "scale": scale, "local_window_size": local}
-        if implementation != "xla":
-            fused: Any = implementation
-            return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, **how, implementation=fused)
-        return xla_attention(q_BTNH, k_BTKH, v_BTKH, **how)
+        return xla_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, scale=scale, local_window_size=local)
     distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     sees_TS = (distance_TS >= 0) & (distance_TS < (config.windows(length)[0] if window is None else window))
     if not config.attention_softcap:
@@ -188,7 +188,8 @@ class SelfAttention(nn.Module):
         v_BTKH = checkpoint_name(v_BTKH, maxtext.VALUE_PROJ)
         context_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, c, implementation, window)
         context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
-        context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
+        if not ((fused := fused_attention(implementation)) and fused.names_residuals):
+            context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = nn.DenseGeneral(
             c.embed_dim,
             axis=(-2, -1),

@@ -10,7 +10,7 @@ and documents, are read where they are needed.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,18 @@ NameStack = source_info_util.NameStack
 #: gives the softmax statistics, which the backward kernel reads. The statistics have no checkpoint name. With a name on the
 #: output alone, the kernel would therefore run twice. Saving the results of the primitive prevents that.
 FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
+
+
+class ResidualName(str):
+    """The checkpoint name of what a fused attention saves that has no primitive of its own.
+
+    That is its output and its softmax statistics. It equals the plain name, so that policies by names save these values too.
+    """
+
+
+def is_fused_attention(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Whether the results of an operation are what fused attention saves."""
+    return primitive.name == FUSED_ATTENTION or (primitive.name == "name" and isinstance(params["name"], ResidualName))
 
 
 # Policies of `jax.checkpoint` (jax/_src/ad_checkpoint.py).

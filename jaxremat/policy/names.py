@@ -106,6 +106,7 @@ class WrittenName:
         made_by: the name stack and the operation that made the value. Empty for an input of the loop body or function.
         made_at: `file:line` of that operation in the user's code. Empty where JAX has no traceback.
         num_elements: of the value.
+        result: its position among the results of that operation.
     """
 
     name: str
@@ -113,6 +114,7 @@ class WrittenName:
     made_by: str
     made_at: str
     num_elements: int
+    result: int = 0
 
 
 def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
@@ -124,7 +126,7 @@ def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
 
 
 def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
-    made: dict[Any, tuple[str, str]] = {}
+    made: dict[Any, tuple[str, str, int]] = {}
     for equation in jaxpr.eqns:
         scope, kind = str(equation.source_info.name_stack), equation.primitive.name
         sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
@@ -132,9 +134,11 @@ def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
         if name or kind in ("reduce_precision", "optimization_barrier", "sharding_constraint"):
             made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
-            made.update(dict.fromkeys(equation.outvars, (f"{scope}/{kind}".strip("/"), written_at(equation))))
+            at = written_at(equation)
+            made.update({out: (f"{scope}/{kind}".strip("/"), at, n) for n, out in enumerate(equation.outvars)})
         if name:
-            yield WrittenName(name, scope, *(sources[0] or ("", "")), equation.outvars[0].aval.size)
+            made_by, made_at, result = sources[0] or ("", "", 0)
+            yield WrittenName(name, scope, made_by, made_at, equation.outvars[0].aval.size, result)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _names_where_written(inner)
 

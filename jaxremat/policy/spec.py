@@ -347,10 +347,10 @@ class JaxPolicy:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
-        from jaxremat.policy.jax_private import FUSED_ATTENTION, is_recompute_decision
+        from jaxremat.policy.jax_private import is_fused_attention, is_recompute_decision
 
         decision = _of_jax(self.policy)(primitive, *avals, **params)
-        attends = self.policy.attention and primitive.name == FUSED_ATTENTION
+        attends = self.policy.attention and is_fused_attention(primitive, params)
         return True if attends and is_recompute_decision(decision) else decision
 
 

@@ -241,7 +241,7 @@ def _run_groups(
 
     def forward(floats: Tree, others: Tree, keys: Tree, x: Tree) -> tuple[Any, Any]:
         def run(x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
-            return _group_at(group, start, count, floats, others, keys, x)
+            return _group_on(group, start, count, (take(floats[0], start, count), floats[1]), others, keys, x)
 
         def body(x: Tree, start: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
             y, updates = run(x, start, size)
@@ -288,10 +288,6 @@ def _run_groups(
 
     all_groups.defvjp(forward, backward)
     return all_groups(floats, others, keys, x)
-
-
-def _group_at(group: GroupFn, start: Any, count: int, floats: Tree, others: Tree, keys: Tree, x: Tree) -> Any:
-    return _group_on(group, start, count, (take(floats[0], start, count), floats[1]), others, keys, x)
 
 
 def _group_on(group: GroupFn, start: Any, count: int, own: Tree, others: Tree, keys: Tree, x: Tree) -> Any:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxremat.chips.catalog import chip_of
 from jaxremat.errors import flag_of
 from jaxremat.session.flags import ProcessFlags
 from jaxremat.session.request import Frontier, Request
@@ -42,6 +43,10 @@ def _mem_fraction(flags: Any, request: Request[Any], kind: str) -> str:
     return {"cpu": _CPU, "attached": of_gpu}.get(kind, "")
 
 
+def _targets(flags: Any) -> tuple[str, ...]:
+    return (flags.target or "gpu",) if isinstance(flags.target, str | None) else tuple(flags.target)
+
+
 def _network(flags: Any, request: Request[Any], kind: str) -> str:
     if kind == "cpu":
         return "no times are predicted for a CPU"
@@ -65,6 +70,10 @@ _REASONS: dict[str, Reason] = {
     "headroom": lambda flags, request, kind: _CPU if kind == "cpu" else "",
     "initialization_timeout": _if(
         "there is one process (--distributed)", lambda flags, _: not (flags.distributed or flags.coordinator)
+    ),
+    "attention_block": _if(
+        "the target's fused attention chooses its blocks itself",
+        lambda flags, _: not any(chip_of(name).attention.block_tokens for name in _targets(flags)),
     ),
     "checkpoint_every": _if("it goes with --run-dir", lambda flags, _: flags.run_dir is None),
     "eval_batches": _if("it goes with --eval-every", lambda flags, _: flags.eval_every == 0),

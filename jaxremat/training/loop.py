@@ -90,14 +90,12 @@ class Ended:
         params: the parameters then.
         timing: what the steps of this process took. None if there was none.
         interrupted: whether Ctrl-C or SIGTERM ended it.
-        stored_step: the step of the last checkpoint. None if nothing is stored.
     """
 
     step: int
     params: Any
     timing: StepTiming | None
     interrupted: bool
-    stored_step: int | None
 
 
 @dataclass
@@ -219,7 +217,7 @@ class Training:
             timing = step_timing(timed, result, self.target.local_devices, peak_before) if timed else None
             if checkpoints:
                 checkpoints.wait()
-            return Ended(done, state.params, timing, interrupted, stored_step)
+            return Ended(done, state.params, timing, interrupted)
 
     def _batches(self, done: int) -> Iterator[Any]:
         """The batches of the steps after `done` steps, on the device."""

@@ -85,12 +85,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(row, dict) and type(row.get("step")) is int and type(row.get("time_s")) in (int, float):
-            rows += [row] if row["step"] > 0 and all(map(math.isfinite, _values_in(row))) else []
+            numbers = [value for value in row.values() if isinstance(value, int | float)]
+            rows += [row] if row["step"] > 0 and all(map(math.isfinite, numbers)) else []
     return rows
-
-
-def _values_in(row: dict[str, Any]) -> list[float]:
-    return [value for value in row.values() if isinstance(value, int | float)]
 
 
 def finite(value: float) -> float | None:

@@ -36,6 +36,8 @@ from jaxremat.trial.details import SCHEMA
 from jaxremat.trial.lines import KINDS, from_row, in_words, to_json, writer_of
 from jaxremat.trial.record import Record
 
+#: The flag that names the file.
+_FLAG = "--out"
 _APPEND_BYTE = 2**61
 _FIRST_CLAIM = 2**62
 #: How a row begins. By it a row that was damaged is told from the text of another program.
@@ -86,12 +88,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
         JaxrematError: later, an append failed; the file is then as it was before.
     """
 
-    def __init__(self, path: Path, flag: str = "--out", *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self.path, self.notes = path, list[str]()
-        self._flag = flag
         self._trials: dict[str, tuple[Record, ...]] = {}
         self._offset = self._num_lines = 0  # where the rows end that were read, and how many lines are before
-        with named_by(flag, path, "give a file in a folder that exists and is yours", UsageError):
+        with named_by(_FLAG, path, "give a file in a folder that exists and is yours", UsageError):
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         self._regular = stat.S_ISREG(os.fstat(self._file).st_mode)
         try:
@@ -131,7 +132,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
             return False
         except OSError as error:
             raise JaxrematError(
-                f"{self._flag} {str(self.path)!r} cannot be locked: {error.strerror}",
+                f"{_FLAG} {str(self.path)!r} cannot be locked: {error.strerror}",
                 cause="its file system has no locks, or they are switched off",
                 next_step="give a file on another file system",
             ) from None
@@ -179,7 +180,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
                     self._write(text)
         except OSError as error:
             next_step = "free some room, or give another file; the rows written before are kept"
-            raise unwritten(self._flag, self.path, error, next_step) from None
+            raise unwritten(_FLAG, self.path, error, next_step) from None
 
     @contextlib.contextmanager
     def _appending(self) -> Iterator[None]:
@@ -242,7 +243,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     def _not_a_store(self) -> UsageError:
         return UsageError(
-            f"{self._flag} {str(self.path)!r} holds something else than records",
+            f"{_FLAG} {str(self.path)!r} holds something else than records",
             allowed="a new file, or one that an earlier run or sweep wrote",
             next_step="give another file; this one wasn't touched",
         )
@@ -263,7 +264,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def _check_schema(self, row: dict[str, Any]) -> None:
         if (schema := row["schema"]) != SCHEMA:
             raise UsageError(
-                f"{self._flag} {str(self.path)!r} has records of schema {schema}, and this jaxremat knows {SCHEMA}",
+                f"{_FLAG} {str(self.path)!r} has records of schema {schema}, and this jaxremat knows {SCHEMA}",
                 cause=f"{writer_of(schema)} wrote it",
                 next_step="take that version, or another file; this one wasn't touched",
             )

@@ -69,7 +69,9 @@ def user_code(what: str) -> Iterator[None]:
             raise_if_interrupted()  # an interrupt that JAX swallowed can raise anything
             if _is_out_of_device_memory(error):
                 raise
-            raise _of_a_mesh(what, error) or _of_state(error) or _as_user_code_error(what, error) from error
+            from jaxremat.policy.state import refused_change
+
+            raise _of_a_mesh(what, error) or refused_change(error) or _as_user_code_error(what, error) from error
 
 
 @contextlib.contextmanager
@@ -182,13 +184,6 @@ def _of_a_mesh(what: str, error: BaseException) -> UsageError | None:
         cause=str(error).partition(". ")[0],
         next_step=next_step,
     )
-
-
-def _of_state(error: BaseException) -> UsageError | None:
-    """The error of code that changes an NNX object from outside. None for another error."""
-    from jaxremat.policy.state import refused_change
-
-    return refused_change(error)
 
 
 def _as_user_code_error(what: str, error: BaseException) -> UserCodeError:

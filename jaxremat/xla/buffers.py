@@ -1,7 +1,8 @@
 """The types of a memory map: a step's buffers, their place, live range and category.
 
 XLA gives a step one allocation for each argument and each output, and one arena for all temporaries. Each value in the
-arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them.
+arena has a fixed offset while it is live. Constants are part of the program, and XLA's total doesn't include them. On a TPU the
+program is in the device's memory, and the total includes it with its constants.
 
 A position is an index into XLA's own schedule. The schedule has each loop's body once, so a position of a loop stands
 for every iteration.
@@ -102,14 +103,14 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One request to the allocator, in bytes: an argument, an output, temporaries or a constant.
+    """One request to the allocator, in bytes: an argument, an output, temporaries, a constant.
 
-    All temporaries are one arena.
+    All temporaries are one arena. On a TPU the program is one, too.
     """
 
     number: int
     num_bytes: int
-    kind: Literal["argument", "output", "temp", "constant"]
+    kind: Literal["argument", "output", "temp", "constant", "program"]
 
 
 @dataclass(frozen=True, slots=True)

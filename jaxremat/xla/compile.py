@@ -20,7 +20,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Compilation:
         disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
         num_elsewhere: the number of sharding constraints on a device of this machine, which were dropped (`xla/elsewhere.py`).
+        device_spaces: XLA's memory spaces that are the device's memory (`Chip.device_spaces`).
         is_too_large: whether XLA rejected the program as too large. There is no program then, and `memory` has the bytes that it
             needs and nothing else.
     """
@@ -85,6 +86,7 @@ class Compilation:
     mesh: MeshAxes = ONE_DEVICE
     disabled_pass: str | None = None
     num_elsewhere: int = 0
+    device_spaces: Collection[int] | None = None
     is_too_large: bool = False
 
     @functools.cached_property
@@ -120,7 +122,11 @@ class Compilation:
         self._check_program()
         if self.dump is None:
             raise ValueError("compile with keep_dump=True")
-        return read_map(self.dump, self.names, mesh=self.mesh)
+        return self.map_with(self.dump, None)
+
+    def map_with(self, dump: Dump, roles: Mapping[str, Category] | None) -> MemoryMap:
+        """The memory map by a dump of the program, with the `roles` of `read_map`."""
+        return read_map(dump, self.names, roles, self.mesh, self.device_spaces, self.memory.generated_code_bytes)
 
     def _check_program(self) -> None:
         if self.is_too_large:
@@ -236,6 +242,7 @@ def lower_and_compile(
         mesh=target.mesh_shape,
         disabled_pass=PASS if misreads else None,
         num_elsewhere=len(elsewhere),
+        device_spaces=target.chip.device_spaces,
         is_too_large=result.is_too_large,
     )
     if offloads and (wrong := misread(done.module)):
@@ -404,7 +411,7 @@ def memory_map(
         MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
     done = lower_and_compile(function, args, target, donate_argnums=donate_argnums, keep_dump=True)
-    return read_map(done.dump, done.names, roles, done.mesh) if done.dump and roles else done.memory_map
+    return done.map_with(done.dump, roles) if done.dump and roles else done.memory_map
 
 
 def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:

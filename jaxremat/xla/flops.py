@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxremat.chips.catalog import call_kind
+from jaxremat.chips.chip import CallKind
 from jaxremat.chips.tables import Attention, Product
 from jaxremat.policy.jax_private import attention_sizes, core, shard_map_devices
 from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
@@ -23,6 +24,8 @@ _BATCH = re.compile(r'"lhs_batch_dimensions"\s*:\s*\[([^\]]*)\]')
 _SCORES = re.compile(r'"intermediate_tensor_shape"\s*:\s*\{[^}]*?"dimensions"\s*:\s*\[([^\]]*)\]')
 _WINDOW = re.compile(r'"sliding_window_length"\s*:\s*"?(\d+)')
 _MASK = re.compile(r'"mask_type"\s*:\s*"(\w*)"')
+#: The scope around a kernel of attention whose mask isn't in the program (`chips/tpu/attention.py`).
+_WINDOW_SCOPE = re.compile(r"window_(\d+)")
 #: The bytes at whose multiples rows begin that are loaded many elements at a time.
 _ALIGNED_BYTES = 16
 #: Operations of JAX that run a kernel of the program's own. A jaxpr inside is the kernel's, for one block of its grid.
@@ -94,12 +97,23 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 # From the compiled HLO.
 
 
+def kind_of_call(instruction: Instruction) -> CallKind | None:
+    """What a custom call computes, of a library or a kernel of Pallas. None if unknown."""
+    return call_kind(_pallas_target(instruction.op_name) or instruction.custom_call_target)
+
+
+def _pallas_target(op_name: str) -> str:
+    """`pallas_call$NAME` of a kernel of Pallas; empty for other operations."""
+    scope, _, operation = op_name.rpartition("/")
+    return f"{operation}${scope.rpartition('/')[2]}" if operation == "pallas_call" else ""
+
+
 def is_matmul(instruction: Instruction) -> bool:
     """Whether an instruction is a matmul, of XLA itself or of a library.
 
     The first array of its result is the product.
     """
-    return instruction.opcode == "dot" or call_kind(instruction.custom_call_target) == "matmul"
+    return instruction.opcode == "dot" or kind_of_call(instruction) == "matmul"
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
@@ -123,9 +137,13 @@ def _is_aligned(shape: Shape) -> bool:
 
 def attention_of(computation: Computation, instruction: Instruction) -> Attention | None:
     """The shapes of fused attention. None for another instruction."""
-    kind = call_kind(instruction.custom_call_target)
-    if kind not in ("attention", "attention gradient"):
+    kind = kind_of_call(instruction)
+    if kind not in _ATTENTION:
         return None
+    if _pallas_target(instruction.op_name):
+        query = _floating(computation, instruction)[0]
+        window = _WINDOW_SCOPE.search(instruction.op_name)
+        return _attention(kind != "attention", query[-1], query[-2], int(window[1]) if window else 0)
     query, scores = computation.operand_shapes(instruction)[0][0], _quoted_ints(_SCORES, instruction.attrs)
     return _attention(kind != "attention", query.dims[-1], scores[-1], _window(instruction))
 
@@ -180,7 +198,10 @@ def instruction_flops(
         return _matmul(instruction.shapes[0].dims, lhs.dims, instruction.dims_attr("lhs_contracting_dims"))
     if opcode == "convolution":
         lhs, rhs = (shapes[0].dims for shapes in computation.operand_shapes(instruction)[:2])
-        return _hlo_convolution(instruction.attrs, lhs, rhs, instruction.shapes[0].dims)
+        flops = _hlo_convolution(instruction.attrs, lhs, rhs, instruction.shapes[0].dims)
+        # XLA for a TPU writes each matmul as a convolution.
+        is_dot = instruction.op_name.endswith("dot_general")
+        return ExecutedFlops(matmul_flops=flops.convolution_flops, num_matmuls=1) if is_dot else flops
     if opcode.startswith("custom-call") and (flops := _custom_call(computation, instruction)):
         return flops
     if not instruction.called or opcode.endswith(("-done", "-update")):
@@ -199,10 +220,13 @@ def instruction_flops(
 
 def _custom_call(computation: Computation, instruction: Instruction) -> ExecutedFlops | None:
     operands = [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
-    match kind := call_kind(instruction.custom_call_target):
+    match kind := kind_of_call(instruction):
         case "matmul":
             return _matmul_call(instruction, operands)
-        case "attention" | "attention gradient":
+        case "attention" | "attention gradient" | "attention gradient of queries":
+            if _pallas_target(instruction.op_name):
+                results = [shape.dims for shape in instruction.shapes]
+                return _splash_flops(kind, _floating(computation, instruction), results, instruction.op_name)
             scores = _quoted_ints(_SCORES, instruction.attrs)
             mask = _MASK.search(instruction.attrs)
             q, v = operands[0].dims, operands[2].dims
@@ -218,6 +242,12 @@ def _custom_call(computation: Computation, instruction: Instruction) -> Executed
             return _hlo_convolution(instruction.attrs, result, second, first)
         case "convolution":
             return _hlo_convolution(instruction.attrs, first, second, result)
+
+
+def _floating(computation: Computation, instruction: Instruction) -> list[tuple[int, ...]]:
+    """The shapes of the operands that are floating-point numbers."""
+    shapes = (shapes[0] for shapes in computation.operand_shapes(instruction) if shapes)
+    return [shape.dims for shape in shapes if shape.dtype.startswith(("f", "bf"))]
 
 
 def _matmul_call(instruction: Instruction, operands: Sequence[Shape]) -> ExecutedFlops:
@@ -266,19 +296,28 @@ def count_step_flops(jaxpr: Any) -> ExecutedFlops:
     branch with the most FLOPs counts. The jaxprs inside jit, remat, custom_jvp and custom_vjp count. What is inside a
     shard_map counts for each device. Each row of a ragged product counts for all groups, because XLA expands the product to
     a masked one over all groups (xla/hlo/transforms/expanders/ragged_dot_rewriter.cc). Kernels of the program's own
-    (`KERNELS`) don't count.
+    (`KERNELS`) don't count, but for splash attention's.
 
     Args:
         jaxpr: `jax.jit(step).trace(...).jaxpr` or `jax.make_jaxpr(step)(...)`.
     """
-    return add_flops(equation_flops(eqn) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    return _jaxpr_flops(jaxpr, "")
 
 
-def equation_flops(eqn: Any) -> ExecutedFlops:
-    """The FLOPs of one equation of a jaxpr, counted as in `count_step_flops`."""
+def _jaxpr_flops(jaxpr: Any, scope: str) -> ExecutedFlops:
+    return add_flops(equation_flops(eqn, scope) for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def equation_flops(eqn: Any, scope: str = "") -> ExecutedFlops:
+    """The FLOPs of one equation of a jaxpr, counted as in `count_step_flops`.
+
+    `scope` is that of the operation with the jaxpr.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name in KERNELS:
-        return NO_FLOPS
+        kind = call_kind(f"{name}${params.get('name')}")
+        floating = [var.aval.shape for var in eqn.invars if var.aval.dtype.kind not in "iub"]
+        return _splash_flops(kind, floating, [var.aval.shape for var in eqn.outvars], scope) if kind else NO_FLOPS
     if name == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return _matmul(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape, contracting)
@@ -301,7 +340,7 @@ def equation_flops(eqn: Any) -> ExecutedFlops:
         return replace(body, num_unknown_loops=body.num_unknown_loops + 1)
     if name == "cond":
         return max((count_step_flops(branch) for branch in params["branches"]), key=lambda c: c.total)
-    return add_flops(count_step_flops(inner) for inner in core.jaxprs_in_params(params))
+    return add_flops(_jaxpr_flops(inner, f"{scope}/{eqn.source_info.name_stack}") for inner in core.jaxprs_in_params(params))
 
 
 def requested_product(eqn: Any) -> Product | None:
@@ -371,6 +410,50 @@ def _ragged_flops(
     return replace(of_all, matmul_flops=of_all.matmul_flops // groups)
 
 
+#: By kind, how often a kernel of attention multiplies over the query head dim, and over the value head dim.
+_ATTENTION: dict[CallKind | None, tuple[int, int]] = {
+    "attention": (1, 1),
+    "attention gradient": (2, 2),
+    "attention gradient of queries": (2, 1),
+}
+
+
+def _splash_flops(
+    kind: CallKind, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], scope: str
+) -> ExecutedFlops:
+    """FLOPs of a kernel of splash attention, as `_attention_flops` counts them.
+
+    The mask isn't in the program. It is causal, with the window that the scope has.
+
+    Args:
+        kind: what the kernel computes.
+        operands: the shapes of those that are floating-point numbers: query, key and value come first.
+        results: the shapes of the results. The gradients of keys and values may have that of queries beside them.
+        scope: JAX's name stack around the kernel.
+    """
+    q, k, v = operands[:3]
+    over_qk, over_v = _ATTENTION[kind]
+    over_qk += kind == "attention gradient" and sum(len(shape) >= len(q) for shape in results) > 2
+    window = _WINDOW_SCOPE.search(scope)
+    pairs = _seen_pairs(q[-2], k[-2], "CAUSAL", int(window[1]) if window else 0)
+    return ExecutedFlops(
+        attention_flops=2 * math.prod(q[:-2]) * pairs * (over_qk * q[-1] + over_v * v[-1]),
+        num_attention_forward=int(kind == "attention"),
+        num_attention_backward=int(kind == "attention gradient"),
+    )
+
+
+def _seen_pairs(queries: int, keys: int, mask_type: str, window: int) -> int:
+    """The pairs of a query and a key that it sees.
+
+    They are half of all under a causal mask, and fewer with a window.
+    """
+    pairs = queries * keys
+    if "CAUSAL" in mask_type:
+        pairs = queries * window - window**2 // 2 if 0 < window < keys == queries else pairs // 2
+    return pairs
+
+
 def _attention_flops(
     scores: Sequence[int], qk_head_dim: int, v_head_dim: int, mask_type: str, window: int, backward: bool
 ) -> ExecutedFlops:
@@ -383,10 +466,7 @@ def _attention_flops(
     """
     dims = 3 * qk_head_dim + 2 * v_head_dim if backward else qk_head_dim + v_head_dim
     batch, heads, queries, keys = scores
-    pairs = queries * keys
-    if "CAUSAL" in mask_type:
-        pairs = queries * window - window**2 // 2 if 0 < window < keys == queries else pairs // 2
-    flops = 2 * batch * heads * pairs * dims
+    flops = 2 * batch * heads * _seen_pairs(queries, keys, mask_type, window) * dims
     return ExecutedFlops(
         attention_flops=flops, num_attention_forward=int(not backward), num_attention_backward=int(backward)
     )

@@ -1,8 +1,9 @@
 """Reads the text of a compiled HLO module, `compiled.as_text()`, into frozen dataclasses.
 
 The module is optimized and scheduled. The module parses text and doesn't use JAX. So a text that was saved a year ago still
-reads the same. XLA prints one instruction per line, so the reader matches one regular expression per line. It parses only
-the parts that this package needs. The rest of a line stays in `Instruction.attrs`. For example, this line::
+reads the same. XLA prints one instruction per line, except for the metadata of a TPU's kernels. So the reader matches one
+regular expression per line. It parses only the parts that this package needs. The rest of a line stays in `Instruction.attrs`.
+For example, this line::
 
     ROOT %dot.1 = f32[4,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 
@@ -12,11 +13,13 @@ becomes an `Instruction` with the name `dot.1`, the opcode `dot`, one shape `f32
 import functools
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
 
+#: The line break before a line of a kernel's metadata, or before the line that ends it.
+_IN_METADATA = re.compile(r'\n(?="|\}\})')
 _COMMENT = re.compile(r"/\*[\w= ]*\*/")
 # No array or tuple type contains ` word(`, so the first match of ` word(` is the opcode with its parenthesis.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\(")
@@ -78,7 +81,7 @@ class Instruction:
         attrs: The text after the operands, verbatim.
         called: Names of the computations that the instruction calls, in the printed order. A `while` has its condition first
             and then its body.
-        trip_count: Trip count of a `while`; None if XLA doesn't know it.
+        trip_count: Trip count of a `while`, as XLA prints it, or as its condition and its counter say it. None if it isn't known.
         op_name: JAX scope of the instruction, `jit(step)/transpose(jvp())/while/body/...`; may be empty.
         custom_call_target: Target of a `custom-call`; empty for other instructions.
         is_root: Whether the instruction is the result of its computation.
@@ -199,7 +202,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name, body = "", "", []
     aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
-    for line in text.split("\n"):
+    for line in _IN_METADATA.sub("", text).split("\n"):
         if not line:
             continue
         if not line[0].isspace():
@@ -216,7 +219,62 @@ def parse(text: str) -> Module:
             body.append(instruction)
     if not entry:
         raise ValueError("no ENTRY computation in this text: it is not the text of an HLO module")
+    for name, computation in tuple(computations.items()):
+        if any(i.opcode == "while" and i.trip_count is None for i in computation.instructions):
+            counted = (
+                replace(i, trip_count=_trips(computations, computation, i)) if i.opcode == "while" else i
+                for i in computation.instructions
+            )
+            computations[name] = Computation(name, tuple(counted))
     return Module(computations, entry, aliases)
+
+
+def _trips(computations: Mapping[str, Computation], around: Computation, loop: Instruction) -> int | None:
+    """How often a loop runs whose counter goes from one constant to another.
+
+    None if it isn't such a loop. XLA prints no counts in a TPU's program.
+
+    Args:
+        computations: all computations.
+        around: the one with the loop.
+        loop: the `while`.
+    """
+    if loop.trip_count is not None:
+        return loop.trip_count
+    condition, body = (computations[name] for name in loop.called)
+    test, first = condition.root, around.by_name[loop.operands[0]]
+    if test.opcode != "compare" or "direction=LT" not in test.attrs or {body.root.opcode, first.opcode} != {"tuple"}:
+        return None
+    index, limit = _element_of(condition, test, 0), condition.by_name[test.operands[1]]
+    if index is None:
+        return None
+    start, after = _copied(around, first.operands[index]), _copied(body, body.root.operands[index])
+    if start.value is None or limit.value is None or after.opcode != "add":
+        return None
+    steps = [_copied(body, name).value for name in after.operands]
+    counts = [step for n, step in enumerate(steps) if step and step > 0 and _element_of(body, after, 1 - n) == index]
+    return max(0, math.ceil((limit.value - start.value) / counts[0])) if counts else None
+
+
+def _copied(computation: Computation, name: str) -> Instruction:
+    """The instruction of this name, or the one whose result it copies."""
+    found = computation.by_name[name]
+    while found.opcode in ("copy", "bitcast") and not found.operand_elements:
+        found = computation.by_name[found.operands[0]]
+    return found
+
+
+def _element_of(computation: Computation, instruction: Instruction, position: int) -> int | None:
+    """Which element of a tuple an operand is, or copies. None if it is none."""
+    while True:
+        elements, source = instruction.operand_elements, computation.by_name[instruction.operands[position]]
+        if elements and elements[position] is not None:
+            return elements[position]
+        if source.opcode == "get-tuple-element":
+            return source.tuple_index
+        if source.opcode not in ("copy", "bitcast"):
+            return None
+        instruction, position = source, 0
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
@@ -29,7 +28,7 @@ from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
-from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul
+from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul, kind_of_call
 from jaxremat.xla.lint_input import (
     LintInput,
     Remedies,
@@ -41,7 +40,6 @@ from jaxremat.xla.lint_input import (
     residuals,
 )
 from jaxremat.xla.lint_mesh import MESH_RULES
-from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.origin import find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
 
@@ -131,7 +129,7 @@ def lint(
         function, args, on, donate_argnums=donate_argnums, xla_remat=xla_remat, keep_dump=True, shardings=shardings
     )
     assert done.dump is not None  # keep_dump=True reads the dump
-    memory_map = read_map(done.dump, done.names, roles, done.mesh)
+    memory_map = done.map_with(done.dump, roles)
     known["exchanges"] = exchanges(done.module, done.mesh, roles)
     return find(lint_input(done, policy=requested, memory_map=memory_map, remedies=remedies, **known))
 
@@ -175,7 +173,7 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not 0 < backward < forward or not saves_something or saver is None:
         return
-    spent = _flops(facts.module, lambda i: call_kind(i.custom_call_target) == "attention")
+    spent = _flops(facts.module, lambda i: kind_of_call(i) == "attention")
     again = spent * (forward - backward) // forward
     share = 100 * again / flops.total
     yield Finding(

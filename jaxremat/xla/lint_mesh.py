@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from jaxremat.config import divisors
 from jaxremat.mesh.sharding import SMALL_BYTES, LeafOnMesh
 from jaxremat.units import gib
 from jaxremat.xla import hlo
@@ -40,7 +41,8 @@ def _replicated(facts: LintInput) -> Iterator[Finding]:
     saved = sum(leaf.num_bytes for leaf in whole)
     if saved <= facts.small_bytes:
         return
-    size = next((size for size in _fsdp_sizes(facts.mesh.num_devices) if _mostly_divisible(whole, size)), None)
+    sizes = (size for size in divisors(facts.mesh.num_devices)[:0:-1] if _mostly_divisible(whole, size))
+    size = next(sizes, None)
     largest = sorted(whole, key=lambda leaf: -leaf.num_bytes)[:_MOST_NAMES]
     names = ", ".join(f"{leaf.name} {list(leaf.shape)} ({gib(leaf.num_bytes)})" for leaf in largest)
     more = f" and {len(whole) - len(largest)} more" if len(whole) > len(largest) else ""
@@ -62,11 +64,6 @@ def _replicated(facts: LintInput) -> Iterator[Finding]:
 
 def _largest_axis(facts: LintInput) -> str:
     return max(facts.mesh.sizes, key=lambda axis: facts.mesh.sizes[axis]) if facts.mesh.is_own else "fsdp"
-
-
-def _fsdp_sizes(num_devices: int) -> list[int]:
-    """The sizes that an axis `fsdp` of so many devices can have, the largest first."""
-    return [size for size in range(num_devices, 1, -1) if num_devices % size == 0]
 
 
 def _mostly_divisible(leaves: Iterable[LeafOnMesh], size: int) -> bool:

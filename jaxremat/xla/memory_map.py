@@ -5,7 +5,7 @@ The reader joins XLA's values into buffers, and gives each buffer a category and
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
@@ -35,7 +35,12 @@ class _Chain:
 
 
 def read_map(
-    dump: Dump, names: Sequence[WrittenName] = (), roles: Mapping[str, Category] | None = None, mesh: MeshAxes = ONE_DEVICE
+    dump: Dump,
+    names: Sequence[WrittenName] = (),
+    roles: Mapping[str, Category] | None = None,
+    mesh: MeshAxes = ONE_DEVICE,
+    device_spaces: Collection[int] | None = None,
+    code_bytes: int = 0,
 ) -> MemoryMap:
     """The memory map of the program that `dump` describes.
 
@@ -46,16 +51,32 @@ def read_map(
         roles: categories of arguments whose path doesn't show the category. A key is the beginning of a path:
             `{"w": "parameters"}`.
         mesh: the devices that the program runs on. The map is that of one of them.
+        device_spaces: XLA's memory spaces that are the device's memory (`Chip.device_spaces`). What is in others is left out,
+            except for the host's.
+        code_bytes: of the program's code, which counts where `device_spaces` are given.
     """
-    return _Reader(dump, tuple(names), dict(roles or {}), mesh).read()
+    return _Reader(dump, tuple(names), dict(roles or {}), mesh, device_spaces, code_bytes).read()
 
 
 class _Reader:
-    def __init__(self, dump: Dump, names: tuple[WrittenName, ...], roles: dict[str, Category], mesh: MeshAxes):
+    def __init__(
+        self,
+        dump: Dump,
+        names: tuple[WrittenName, ...],
+        roles: dict[str, Category],
+        mesh: MeshAxes,
+        device_spaces: Collection[int] | None,
+        code_bytes: int,
+    ):
         self.names, self.roles, self.mesh = names, roles, mesh
         self.module = hlo.parse(dump.hlo)
         self.frames: Frames = parse_frames(dump.hlo)
         self.allocations = [a for a in parse_assignment(dump.assignment) if not a.is_thread_local]
+        self.program_bytes: int | None = None
+        if device_spaces is not None:
+            of_device = [a for a in self.allocations if a.color in device_spaces or a.on_host]
+            self.allocations = [a for a in of_device if a.on_host or not a.is_constant]
+            self.program_bytes = code_bytes + sum(a.num_bytes for a in of_device if a.is_constant and not a.on_host)
         self.schedule, self.ranges = parse_live_ranges(dump.live_ranges)
         self.home = {i.name: c for c in self.module.computations.values() for i in c.instructions}
         self.wrappers = find_callers(self.module)
@@ -79,8 +100,12 @@ class _Reader:
                 into += [self._of_arena(allocation, chain, vocabulary) for chain in chains[allocation.number]]
             elif not allocation.is_constant:
                 into.append(self._of_whole(allocation))
-        device.sort(key=lambda b: (b.allocation, b.offset, b.first))
         arenas = [self._allocation(a) for a in self.allocations if not a.on_host]
+        if self.program_bytes is not None:
+            number = 1 + max((a.number for a in self.allocations), default=-1)
+            arenas.append(Allocation(number, self.program_bytes, "program"))
+            device.append(self._of_program(number, self.program_bytes))
+        device.sort(key=lambda b: (b.allocation, b.offset, b.first))
         peak = self._peak([b for b in device if b.allocation in chains])
         live: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for buffer in device:
@@ -224,6 +249,11 @@ class _Reader:
             op_name=origin.op_name or path,
             source=self.frames.source(origin.frame),
         )
+
+    def _of_program(self, number: int, num_bytes: int) -> Buffer:
+        """The buffer of the program's code and constants."""
+        name, last = "program", len(self.schedule) - 1
+        return Buffer(name, "workspace", "the program and its constants", num_bytes, 1, number, 0, 0, last, None, "", "", "")
 
     def _label(self, origin: Origin) -> str:
         stack = self.frames.stack(origin.frame)

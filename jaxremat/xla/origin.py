@@ -227,7 +227,12 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
     if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's own cast of a residual
         parts[-1] = origin.opcode
     classes = [n for n, part in enumerate(parts[:-1]) if _CLASS.match(part)]
-    return "/".join(parts[classes[-1] + 1 :] if classes else parts)
+    inside = parts[classes[-1] + 1 :] if classes else parts
+    if (
+        inside[-1] == "pallas_call" and len(inside) > 2
+    ):  # between the module and the kernel's name are the kernel's own scopes
+        inside = [inside[0], inside[-2]]
+    return "/".join(inside)
 
 
 def is_part(num_elements: int, num_whole: int, num_devices: int) -> bool:
@@ -241,16 +246,19 @@ def _checkpoint_name(origin: Origin, names: Sequence[WrittenName], made_at: str)
 
     XLA has no checkpoint names. So a name is found by the operation that made the named value, by its scope and its line.
     If that operation is a call (a custom derivative), XLA shows only the operations inside. The name is then found by the
-    line and the scope of the call.
+    line and the scope of the call. A kernel of Pallas that JAX brings has no line, and its name in its scope.
     """
     scope, is_input = plain_scope(origin.op_name), origin.is_carried and origin.num_layers > 1
     for name in names:
         made_by = plain_scope(name.made_by)
         same_line = origin.adds_bias or not (name.made_at and made_at) or name.made_at == made_at
         outer, _, kind = f"/{made_by.removesuffix('_wrapper')}".rpartition("/")  # JAX lowers `x_wrapper` to `x`
+        is_kernel = kind == "pallas_call"  # its results may be scratch, too
+        if is_kernel and origin.element and origin.element[-1] != name.result:
+            continue
         if not made_by:
             matches = is_input
-        elif kind in OPAQUE:
+        elif kind in OPAQUE and (name.made_at or not is_kernel):
             matches = bool(name.made_at) and name.made_at == made_at and f"{outer}/" in f"/{scope}/"
         else:
             matches = same_line and f"/{scope}".endswith(f"{outer}/{kind}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxremat.chips.chip import Chip, CompilerOptions
-from jaxremat.chips.nvidia.attention import CUDNN
+from jaxremat.chips.tpu.attention import CALLS, SPLASH
 from jaxremat.chips.tpu.device import TpuDescription, load_tpu, tpu_names
 from jaxremat.chips.tpu.installed import check_libtpu
 from jaxremat.chips.tpu.refusal import needed_bytes
@@ -20,14 +20,16 @@ class Tpu(Chip):
     platform = "tpu"
     title = "TPU"
     is_gpu = False
-    attention = CUDNN
+    attention = SPLASH
+    calls = CALLS
     options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
+    device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
     has_topologies = True
     devices_of_node = None
 
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
-        return "the target is a TPU"
+        return ""
 
     def needed_bytes(self, text: str) -> int | None:
         return needed_bytes(text)

@@ -78,9 +78,9 @@ function addHoles(map) {
   );
 }
 
-// Arguments lie below, like with like; then constants and outputs; the arena of temporaries on top.
+// The program lies below, then arguments, like with like; then constants and outputs; the arena of temporaries on top.
 function stack(map) {
-  const kinds = ["argument", "constant", "output", "temp"];
+  const kinds = ["program", "argument", "constant", "output", "temp"];
   const category = new Map();
   for (let i = 0; i < map.num; i++) if (!category.has(map.allocation[i])) category.set(map.allocation[i], map.category[i]);
   const order = map.allocations.map((_, i) => i);
@@ -111,7 +111,7 @@ const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) =>
   text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text;
 const loopText = (loop) => `${cut(loop.name, 40)} × ${loop.trip_count ?? "?"}`;
-const KIND_TEXT = { argument: "arguments", constant: "constants", output: "outputs", temp: "temporaries" };
+const KIND_TEXT = { program: "program", argument: "arguments", constant: "constants", output: "outputs", temp: "temporaries" };
 
 // What is known about item i, as pairs of a term and a text.
 function facts(map, i) {
