@@ -119,7 +119,8 @@ def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
     run: Any = SimpleNamespace(
         state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None, steps={}
     )
-    entrants = [mesh_race.Entrant(MeshShape(**{text[:-2]: 2}), run, total_bytes=1) for text in bounds]
+    meshes = (MeshShape(fsdp=2), MeshShape(data=2), MeshShape(tensor=2))
+    entrants = [mesh_race.Entrant(mesh, run, total_bytes=1) for mesh in meshes]
     options: dict[str, Any] = dict(batch=None, max_batch=None, on_compile=lambda *_: None)
     found = mesh_race.compare_meshes(entrants, parse("dots"), **options)
     assert found.best is entrants[0]

@@ -113,7 +113,7 @@ def test_the_columns_of_steps_say_in_which_order_they_drop_out():
     side_by_side, of_frontier = ("MFU", "recompute"), ("recompute",)
     assert tables == {
         **{"batches": ("MFU", "temp", "state"), "attached": ("MFU",), "meshes": ("state",), "frontier": of_frontier},
-        **dict.fromkeys(("policies", "lengths", "sweep"), side_by_side),
+        **dict.fromkeys(("policies", "ties", "lengths", "sweep"), side_by_side),
     }
 
 

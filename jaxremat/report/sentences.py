@@ -208,7 +208,7 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
         sources.add("predicted")  # an attached GPU's table has both times
     if not sources and any(row.total_bytes for row in rows):
         several, one = ", or a link between its devices, isn't known", " isn't known, and it isn't in this machine"
-        return f"No time: this target's peak{several if any(row.mesh for row in rows) else one}."
+        return f"No time: this target's speed{several if any(row.mesh for row in rows) else one}."
     if not sources:
         return "Nothing was compiled, so there is no time."
     alone = ". Nothing was run" if sources == {"predicted"} else ""
