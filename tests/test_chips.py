@@ -68,7 +68,7 @@ class Abacus(Chip):
     def names(self) -> tuple[str, ...]:
         return ("abacus-one",)
 
-    def describe(self, name_or_path: str) -> tuple[str, Described]:
+    def describe(self, name_or_path: str, known: Sequence[str] = ()) -> tuple[str, Described]:
         return name_or_path, Described()
 
     def topology(self, name: str, text: str, shape: MeshShape) -> Sequence[Any]:

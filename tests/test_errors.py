@@ -19,8 +19,9 @@ from syrupy.assertion import SnapshotAssertion
 
 from jaxremat.chips import installed
 from jaxremat.chips.catalog import PRESETS as XLA_PRESETS
+from jaxremat.chips.catalog import bundled_names
 from jaxremat.chips.installed import AOT_WHEELS, TOOLKIT_FILES, TOOLKIT_WHEELS, check_aot_wheels, driver_number
-from jaxremat.chips.nvidia.gpu import bundled_names, load_gpu, nvidia_driver
+from jaxremat.chips.nvidia.gpu import load_gpu, nvidia_driver
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.grid import check_sweep
 from jaxremat.cli.machine.checks import run_checks

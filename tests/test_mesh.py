@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -254,7 +254,7 @@ def test_the_largest_batch_of_a_global_batch(tmp_path):
     assert found["largest_batch"] == 8
     (row,) = records(out, "trial")
     assert (row["mesh"], row["num_devices"], row["batch"], row["global_batch"]) == ("data=2,fsdp=4", 8, 8, 64)
-    assert row["config"]["mesh"] == asdict(MeshShape(data=2, fsdp=4))
+    assert row["config"]["mesh"] == MeshShape(data=2, fsdp=4).as_data()
 
 
 def test_the_list_of_shardings(capsys):

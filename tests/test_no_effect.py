@@ -24,6 +24,8 @@ LLAMA = "--model llama3.2-1b"
         ("run --steps 3 --mem-fraction 0.5 --headroom 0.1", "cpu", ["--mem-fraction", "--headroom"]),
         ("explain --steps 3", "cpu", ["--steps"]),
         ("run --mem-fraction 0.5 --budget 1GiB", "deviceless", ["--mem-fraction"]),
+        ("run --xla-remat", "deviceless", []),
+        ("run --xla-remat --target v6e", "deviceless", ["--xla-remat"]),
         ("run --network-gbps 200", "deviceless", ["--network-gbps"]),
         ("run --network-gbps 200 --devices 8", "deviceless", ["--network-gbps"]),
         ("run --network-gbps 200 --devices 16", "deviceless", []),

@@ -16,7 +16,7 @@ from jaxremat.chips.target import load_target
 from jaxremat.chips.tpu import installed
 from jaxremat.chips.tpu.chip import TPU
 from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
-from jaxremat.errors import CompileError, MissingDependencyError, UsageError
+from jaxremat.errors import CompileError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
 from jaxremat.planner.batch import largest_from_above
 from jaxremat.policy.grammar import parse
@@ -246,3 +246,10 @@ def test_devices_as_jax_counts_them(libtpu):
         assert slices == sorted(slices)
         assert len({*slices}) == num_slices
     assert len({device.coords[0] for device in devices}) == 8
+
+
+def test_an_unknown_target_is_told_of_those_of_every_chip():
+    with pytest.raises(TargetError) as unknown:
+        describe("v6")
+    assert {"v6e", "h100-80gb", "cpu"} <= {*unknown.value.allowed.split(", ")}
+    assert "v6e" in unknown.value.next_step

@@ -73,7 +73,8 @@ def speed_of(target: Target) -> DeviceSpeed:
     if target.speed is None:
         raise TargetError(
             f"a plan weighs recomputing against memory traffic, and the speed of target {target.name!r} isn't known",
-            allowed="a bundled target, or a file of one that is known",
-            next_step="plan for a bundled target of the same memory: --target NAME --budget SIZE (see --list targets)",
+            allowed="a GPU that is bundled, or a file of one that is known",
+            next_step="named policies (--policy none dots nothing) are compared by their bytes; or plan for a bundled "
+            "GPU of the same memory: --target NAME --budget SIZE (see --list targets)",
         )
     return target.speed

@@ -49,7 +49,7 @@ def describe(name_or_path: str) -> tuple[str, Description]:
     Raises:
         TargetError: there is no such name or file, or its text is damaged.
     """
-    return chip_of(name_or_path).describe(name_or_path)
+    return chip_of(name_or_path).describe(name_or_path, bundled_names())
 
 
 def fused_attention(name: str) -> FusedAttention | None:

@@ -273,8 +273,12 @@ class Chip(ABC):
         """The names of those that can be compiled for."""
         return ()
 
-    def describe(self, name_or_path: str) -> tuple[str, Description]:
+    def describe(self, name_or_path: str, known: Sequence[str] = ()) -> tuple[str, Description]:
         """The name that records show, and the description, of a bundled device or of a text file.
+
+        Args:
+            name_or_path: the name, or the path.
+            known: the names of all devices, which an error lists.
 
         Raises:
             TargetError: there is no such name or file, or its text is damaged.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, chip_of
+from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, chip_of, describe
 from jaxremat.chips.chip import Chip
 from jaxremat.chips.cpu import CPU
 from jaxremat.chips.speed import DeviceSpeed
@@ -170,7 +170,7 @@ def _attached(chip: Chip, shape: MeshShape | None = None) -> Target:
 
 def _deviceless(name_or_path: str, mesh: MeshShape | None = None) -> Target:
     chip = chip_of(name_or_path)
-    name, described = chip.describe(name_or_path)
+    name, described = describe(name_or_path)
     chip.check_installed()
     text = described.to_text()
     devices = chip.topology(name, text, mesh or ONE_DEVICE)

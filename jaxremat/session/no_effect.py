@@ -54,6 +54,11 @@ def _network(flags: Any, request: Request[Any], kind: str) -> str:
     return "" if any(mesh.nodes > 1 for mesh in shapes) else "the devices are on one node (--nodes)"
 
 
+def _xla_remat(flags: Any, request: Request[Any], kind: str) -> str:
+    always = all(chip_of(name).options.memory_limit for name in _targets(flags))
+    return "the target's compiler has it always on" if always else ""
+
+
 def _if(reason: str, holds: Callable[[Any, Request[Any]], object]) -> Reason:
     """The reason where `holds`, of the flags and the request."""
     return lambda flags, request, kind: reason if holds(flags, request) else ""
@@ -67,6 +72,7 @@ _REASONS: dict[str, Reason] = {
     "max_batch": _max_batch,
     "mem_fraction": _mem_fraction,
     "network_gbps": _network,
+    "xla_remat": _xla_remat,
     "headroom": lambda flags, request, kind: _CPU if kind == "cpu" else "",
     "initialization_timeout": _if(
         "there is one process (--distributed)", lambda flags, _: not (flags.distributed or flags.coordinator)

@@ -214,7 +214,11 @@ def _xla_remat(facts: LintInput) -> Iterator[Finding]:
             "xla-remat",
             f"XLA's own rematerialization duplicated {len(found)} instructions, so that this isn't the program of the policy; "
             f"bytes aren't affine in the batch here. The first is {found[0].name}, {found[0].op_name or 'without a scope'}",
-            "leave --xla-remat out" if facts.has_flags else "XLA_FLAGS=--xla_disable_hlo_passes=rematerialization",
+            "a smaller batch, or a policy that saves less: this compiler has no switch for it"
+            if facts.memory.needed_bytes is not None
+            else "leave --xla-remat out"
+            if facts.has_flags
+            else "XLA_FLAGS=--xla_disable_hlo_passes=rematerialization",
             sum(i.num_bytes for i in found),
         )
 

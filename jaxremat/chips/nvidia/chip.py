@@ -101,8 +101,8 @@ class Nvidia(Chip):
     def names(self) -> tuple[str, ...]:
         return bundled_names()
 
-    def describe(self, name_or_path: str) -> tuple[str, GpuDescription]:
-        return load_gpu(name_or_path)
+    def describe(self, name_or_path: str, known: Sequence[str] = ()) -> tuple[str, GpuDescription]:
+        return load_gpu(name_or_path, known)
 
     def check_installed(self) -> None:
         check_aot_wheels()

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -167,8 +167,12 @@ def attached_models() -> list[str]:
     return sorted({match[1] for text in texts if (match := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))})
 
 
-def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
+def load_gpu(name_or_path: str, known: Sequence[str] = ()) -> tuple[str, GpuDescription]:
     """Loads a bundled GPU by its name, or a GPU from a text file by its path.
+
+    Args:
+        name_or_path: the name, or the path.
+        known: the names that an error lists. Without any they are those of the bundled GPUs.
 
     Returns:
         The name that a record shows, and the description. The name of a file's GPU is the file's name without its ending.
@@ -186,7 +190,7 @@ def load_gpu(name_or_path: str) -> tuple[str, GpuDescription]:
     try:
         text = path.read_text("utf-8")
     except (OSError, ValueError) as error:
-        known = ("gpu", "cpu", *bundled_names())
+        known = ("gpu", "cpu", *(known or bundled_names()))
         why = (error.strerror or "").lower() if isinstance(error, OSError) else "it holds no text"
         raise TargetError(
             f"unknown target {name_or_path!r}",

@@ -43,7 +43,7 @@ class Tpu(Chip):
     def names(self) -> tuple[str, ...]:
         return tpu_names()
 
-    def describe(self, name_or_path: str) -> tuple[str, TpuDescription]:
+    def describe(self, name_or_path: str, known: Sequence[str] = ()) -> tuple[str, TpuDescription]:
         return name_or_path, load_tpu(name_or_path)
 
     def check_installed(self) -> None:
