@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxremat.chips.target import load_target
 from jaxremat.chips.tpu import installed
 from jaxremat.chips.tpu.chip import TPU
 from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
+from jaxremat.chips.tpu.topology import _own_signals
 from jaxremat.errors import CompileError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
 from jaxremat.planner.batch import largest_from_above
@@ -253,3 +255,12 @@ def test_an_unknown_target_is_told_of_those_of_every_chip():
         describe("v6")
     assert {"v6e", "h100-80gb", "cpu"} <= {*unknown.value.allowed.split(", ")}
     assert "v6e" in unknown.value.next_step
+
+
+def test_handlers_of_signals_are_given_back_after_an_error():
+    """Libtpu takes them when it is loaded, also where it then rejects a topology."""
+    ours = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(TargetError), _own_signals():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        raise TargetError("libtpu rejected the topology")
+    assert signal.getsignal(signal.SIGHUP) == ours

@@ -303,7 +303,8 @@ def _from_xla(
             written = read_dump(Path(folder))
     result = XlaResult(compile_s, read_memory(compiled), compiled.as_text(), written)
     if limit_bytes is not None:
-        result = replace(result, memory=replace(result.memory, needed_bytes=_needed(result, limit_bytes)))
+        needed_bytes = _needed(result, limit_bytes, target.chip.device_spaces or ())
+        result = replace(result, memory=replace(result.memory, needed_bytes=needed_bytes))
     if not key:
         return result, compiled
     store_result(key, result)
@@ -321,7 +322,7 @@ def _limit_bytes(target: Target, options: Mapping[str, Any]) -> int | None:
     return options[name] * 2**20 if name in options else target.memory_bytes
 
 
-def _needed(result: XlaResult, limit_bytes: int) -> int:
+def _needed(result: XlaResult, limit_bytes: int, device_spaces: Collection[int]) -> int:
     """The bytes that XLA compares with its limit for a program that it has compiled.
 
     They are its buffers on the device, and its code.
@@ -329,10 +330,10 @@ def _needed(result: XlaResult, limit_bytes: int) -> int:
     XLA says them of a program that it rejects, and then they are the same. The program is within the limit, whatever is rounded.
     """
     assert result.dump is not None
-    buffers = (
-        one.num_bytes for one in parse_assignment(result.dump.assignment) if one.color == 0 and not one.is_thread_local
+    on_device = (one for one in parse_assignment(result.dump.assignment) if one.color in device_spaces)
+    return min(
+        sum(one.num_bytes for one in on_device if not one.is_thread_local) + result.memory.generated_code_bytes, limit_bytes
     )
-    return min(sum(buffers) + result.memory.generated_code_bytes, limit_bytes)
 
 
 @contextlib.contextmanager

@@ -61,10 +61,13 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
 def _own_signals() -> Iterator[None]:
     """A context after which signals have the handlers that Python gave them before.
 
-    Only the main thread can set them.
+    They have them after an error, too. Only the main thread can set them. A handler that Python didn't give is None, and stays.
     """
     ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    yield
-    with contextlib.suppress(ValueError):
-        for number, handler in ours.items():
-            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            for number, handler in ours.items():
+                if handler is not None:
+                    signal.signal(number, handler)
