@@ -175,7 +175,7 @@ ENTRY %main (p: bf16[1,2,256,64]) -> bf16[1,2,256,64] {
 
 
 def test_a_kernel_s_metadata_ends_no_computation_and_a_loop_without_a_count_is_counted():
-    """The counter goes 0, 3, 6 below 7, so that the kernel of a window of 100 tokens runs 3 times."""
+    """The counter is 0, 3 and 6, below 7. The kernel of a window of 100 tokens runs 3 times."""
     module = hlo.parse(TEXT)
     body, loop = module.computations["body"], module.entry_computation.by_name["while.1"]
     assert body.root.name == "next"

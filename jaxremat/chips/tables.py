@@ -146,7 +146,7 @@ class Tables:
     def latency_s(self, kind: str) -> float:
         """Seconds of a collective of few bytes inside a node, over as many devices as were measured.
 
-        Of a kind without a table, they are those of the quickest kind. 0 if there is no table.
+        A kind without a table has those of the quickest kind. 0 if there is no table.
         """
         of_kind = {key: seconds for key, seconds in self.collectives.items() if key[0] == kind}
         if not of_kind:
