@@ -330,10 +330,9 @@ def _needed(result: XlaResult, limit_bytes: int, device_spaces: Collection[int])
     XLA says them of a program that it rejects, and then they are the same. The program is within the limit, whatever is rounded.
     """
     assert result.dump is not None
-    on_device = (one for one in parse_assignment(result.dump.assignment) if one.color in device_spaces)
-    return min(
-        sum(one.num_bytes for one in on_device if not one.is_thread_local) + result.memory.generated_code_bytes, limit_bytes
-    )
+    buffers = (one for one in parse_assignment(result.dump.assignment) if one.color in device_spaces)
+    num_bytes = sum(one.num_bytes for one in buffers if not one.is_thread_local)
+    return min(num_bytes + result.memory.generated_code_bytes, limit_bytes)
 
 
 @contextlib.contextmanager
