@@ -133,7 +133,7 @@ class MemoryBaseline:
         if self.update:
             _update(self.path, key, places, now)
             return found.memory
-        baselines = _parsed(self.path.read_bytes() if self.path.exists() else b"", self.path)
+        baselines = _baselines_of(self.path.read_bytes() if self.path.exists() else b"", self.path)
         before = baselines.get(places[0], {}).get(places[1], {}).get(key)
         if before is None:
             pytest.fail(_missing(key, places, now, baselines, self.path), pytrace=False)
@@ -204,20 +204,23 @@ def _shown(source: str, root: Path) -> str:
 
 
 def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> None:
-    """Writes one baseline into the file. Tests in other processes may write theirs at the same time."""
+    """Writes one baseline into the file.
+
+    Tests in other processes may write theirs at the same time.
+    """
     import msgspec
 
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        baselines = _parsed(file.read(), path)
+        baselines = _baselines_of(file.read(), path)
         baselines.setdefault(places[0], {}).setdefault(places[1], {})[key] = now
         text = msgspec.json.format(msgspec.json.encode(baselines, order="deterministic"), indent=1)
         file.truncate(0)
         file.write(text + b"\n")
 
 
-def _parsed(content: bytes, path: Path) -> Baselines:
+def _baselines_of(content: bytes, path: Path) -> Baselines:
     """The baselines that a file holds."""
     import msgspec
 

@@ -9,7 +9,7 @@ import pytest
 from jaxremat.cli.diff import main
 from jaxremat.report.diff import changes_report
 from jaxremat.trial.details import HeldBytes
-from jaxremat.trial.difference import PeakChange, differences
+from jaxremat.trial.difference import PeakChange, compared
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.record import Record
 from tests.made_up_records import GIB, explained, plan, record, search, step, trial
@@ -28,7 +28,7 @@ def stored(folder: Path, name: str, *records: Record) -> str:
 
 def test_equal_records_have_no_difference():
     records = [step(), search(), explained(held=(RESIDUALS,)), record()]
-    changes = differences(records, records)
+    changes = compared(records, records)
     assert not changes.differs
     assert len(changes.steps) == 3
 
@@ -37,30 +37,30 @@ def test_bytes_flops_and_times_of_one_request_are_pairs():
     before, after = (
         step(step_s=seconds, total_bytes=GIB, executed_flops=flops) for seconds, flops in ((0.01, 5), (0.02, 6))
     )
-    (change,) = differences([before], [after]).steps
+    (change,) = compared([before], [after]).steps
     assert (change.total_bytes, change.executed_flops, change.step_s) == ((GIB, GIB), (5, 6), (0.01, 0.02))
     assert change.differs
 
 
 def test_bytes_differ_by_category_and_name():
-    (change,) = differences([explained(held=(RESIDUALS,))], [explained(held=(OTHER,))]).at_peak
+    (change,) = compared([explained(held=(RESIDUALS,))], [explained(held=(OTHER,))]).at_peak
     assert isinstance(change, PeakChange)
     assert (change.category, change.label, change.num_bytes) == ("residuals", "mlp/wi", (GIB, 2 * GIB))
 
 
 def test_a_request_of_one_side_alone_is_named():
-    changes = differences([step(batch=8), trial(4, "probe"), plan()], [step(batch=16), record()])
+    changes = compared([step(batch=8), trial(4, "probe"), plan()], [step(batch=16), record()])
     assert [len(side) for side in changes.only] == [1, 2]
     assert changes.differs
 
 
 def test_the_largest_batch_of_a_search_is_compared():
-    (change,) = differences([search(largest_batch=8)], [search(largest_batch=9)]).steps
+    (change,) = compared([search(largest_batch=8)], [search(largest_batch=9)]).steps
     assert change.largest_batch == (8, 9)
 
 
 def test_versions_that_differ_are_named():
-    changes = differences([step(versions={"jax": "0.10.2"})], [step(versions={"jax": "0.12.0"})])
+    changes = compared([step(versions={"jax": "0.10.2"})], [step(versions={"jax": "0.12.0"})])
     assert changes.versions == {"jax": ("0.10.2", "0.12.0")}
     assert not changes.differs
 
@@ -70,7 +70,7 @@ def test_a_report_has_a_table_for_each_kind_of_change():
         [step(total_bytes=GIB), explained(held=(RESIDUALS,))],
         [step(total_bytes=3 * GIB), explained(held=(OTHER,))],
     )
-    parts = [*changes_report(differences(before, after), 8)]
+    parts = [*changes_report(compared(before, after), 8)]
     assert [not isinstance(part, str) for part in parts] == [True, True, False]
 
 

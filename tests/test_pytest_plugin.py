@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from jaxremat.errors import UsageError
-from jaxremat.pytest_plugin import Baseline, Holding, MemoryBaseline, _bytes_of, _grown, _missing, _parsed, _shown, _update
+from jaxremat.pytest_plugin import (
+    Baseline,
+    Holding,
+    MemoryBaseline,
+    _bytes_of,
+    _grown,
+    _missing,
+    _baselines_of,
+    _shown,
+    _update,
+)
 
 PLACES = ("jax 0.10.2", "h100-80gb")
 BEFORE = Baseline(
@@ -45,12 +55,12 @@ def test_baselines_of_two_tests_are_in_one_file(tmp_path: Path):
     file = tmp_path / "baselines.json"
     _update(file, "a", PLACES, BEFORE)
     _update(file, "b", PLACES, BEFORE)
-    assert _parsed(file.read_bytes(), file) == {"jax 0.10.2": {"h100-80gb": {"a": BEFORE, "b": BEFORE}}}
+    assert _baselines_of(file.read_bytes(), file) == {"jax 0.10.2": {"h100-80gb": {"a": BEFORE, "b": BEFORE}}}
 
 
 def test_a_damaged_file_is_one_error(tmp_path: Path):
     with pytest.raises(UsageError):
-        _parsed(b'{"jax 0.10.2": 3}', tmp_path / "baselines.json")
+        _baselines_of(b'{"jax 0.10.2": 3}', tmp_path / "baselines.json")
 
 
 def test_the_message_names_what_grew_with_its_line():

@@ -1,4 +1,4 @@
-"""The command `jaxremat diff`: what a change, or another JAX, did to bytes, FLOPs and predicted times.
+"""The command `jaxremat diff`: what a change did to bytes, FLOPs and predicted times.
 
     jaxremat diff before.jsonl after.jsonl                             two stores (--out of run, explain and sweep)
     jaxremat diff main -- --model model.py:workload --policy dots      a git revision, and the working tree
@@ -76,12 +76,12 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
     """
     if flags.top < 1:
         raise bad_value("--top", str(flags.top), "1 or more", "8 is the default")
-    before, after = _sides(flags, places, of_run)
+    before, after = _both_sides(flags, places, of_run)
     from jaxremat.report.diff import changes_report
     from jaxremat.report.screen import shared_screen
-    from jaxremat.trial.difference import differences
+    from jaxremat.trial.difference import compared
 
-    changes = differences(before, after)
+    changes = compared(before, after)
     for row in (*changes.steps, *changes.at_peak) if flags.json else ():
         print(json.dumps(asdict(row)))
     for part in () if flags.json else changes_report(changes, flags.top):
@@ -89,10 +89,10 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
     return int(changes.differs)
 
 
-def _sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
+def _both_sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
     """The records of both sides."""
     if flags.python and not places and of_run:
-        return _run(sys.executable, Path(), of_run, "this environment"), _run(
+        return _side(sys.executable, Path(), of_run, "this environment"), _side(
             str(flags.python), Path(), of_run, str(flags.python)
         )
     if not flags.python and not of_run and len(places) == 2:
@@ -102,7 +102,7 @@ def _sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "t
             folders = [trees.enter_context(_tree(place)) for place in places]
             first, second = (*folders, Path())[:2]
             names = (*places, "the working tree")
-            return _run(sys.executable, first, of_run, names[0]), _run(sys.executable, second, of_run, names[1])
+            return _side(sys.executable, first, of_run, names[0]), _side(sys.executable, second, of_run, names[1])
     got = " ".join([*places, *(["--python"] if flags.python else []), *(["-- ..."] if of_run else [])])
     raise UsageError(
         f"jaxremat diff got {got or 'nothing to compare'}",
@@ -121,10 +121,10 @@ def _stored(place: str) -> "list[Record]":
             cause="a git revision needs -- and the flags of a run",
             next_step=_EXAMPLE,
         ) from None
-    return _parsed(text, place)
+    return _records_of(text, place)
 
 
-def _parsed(text: str, place: str) -> "list[Record]":
+def _records_of(text: str, place: str) -> "list[Record]":
     """The records of lines of JSON."""
     from jaxremat.trial.lines import from_row
 
@@ -160,8 +160,8 @@ def _git(*words: str, revision: str = "") -> str:
     return done.stdout.strip()
 
 
-def _run(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[Record]":
-    """The records of one side, of `jaxremat run` and, for a given batch, of `jaxremat explain`.
+def _side(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[Record]":
+    """The records of one side, of `jaxremat run` and, with a batch, of `jaxremat explain`.
 
     Raises:
         JaxrematError: a command failed, or wrote no records.
@@ -180,5 +180,5 @@ def _run(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[R
         if ended.code not in (0, 3):  # 3: nothing fits, and the records say so
             last = (ended.tail.strip().splitlines() or ["it printed nothing"])[-1]
             raise JaxrematError(f"{side}: jaxremat {command} failed: {last}", next_step="the same flags without diff")
-        found += _parsed(ended.out, side)
+        found += _records_of(ended.out, side)
     return found

@@ -1,4 +1,4 @@
-"""The report of `jaxremat diff`: a table of steps, a table of what holds the memory, and sentences."""
+"""The report of `jaxremat diff`: tables of steps and of who holds the memory, and lines."""
 
 from collections.abc import Callable, Iterator, Sequence
 

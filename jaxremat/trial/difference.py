@@ -1,6 +1,6 @@
-"""What differs between two lists of records: bytes, FLOPs and predicted times, by step, category and name.
+"""What differs between two lists of records: bytes, FLOPs and predicted times.
 
-    changed = differences(before, after)
+    changed = compared(before, after)
     changed.steps[0].total_bytes     # (5433720832, 5701632000)
 
 Records of one request are compared: the same model, policy as it was requested, target, mesh, batch, length, loss and optimizer.
@@ -70,7 +70,7 @@ class PeakChange:
 
 @dataclass(frozen=True)
 class Changes:
-    """All that `differences` found.
+    """All that `compared` found.
 
     Attributes:
         steps: the steps that both sides have, in the order of the first.
@@ -90,8 +90,11 @@ class Changes:
         return bool(any(step.differs for step in self.steps) or self.at_peak or any(self.only))
 
 
-def differences(before: Sequence[Record], after: Sequence[Record]) -> Changes:
-    """Compares two lists of records. Of several records of one request the last one counts. Plans and probes aren't compared."""
+def compared(before: Sequence[Record], after: Sequence[Record]) -> Changes:
+    """Compares two lists of records.
+
+    Of several records of one request the last one counts. Plans and probes aren't compared.
+    """
     sides = [_requests(side) for side in (before, after)]
     pairs = [(_title(record), record, sides[1][request]) for request, record in sides[0].items() if request in sides[1]]
     one, other = ([*side.values()][-1].versions if side else {} for side in sides)
@@ -109,7 +112,10 @@ def differences(before: Sequence[Record], after: Sequence[Record]) -> Changes:
 
 
 def _requests(records: Sequence[Record]) -> Requests:
-    """The records that are compared, by what each answers. Those of two sides belong together where that is equal."""
+    """The records that are compared, by what each answers.
+
+    Those of two sides belong together where that is equal.
+    """
     found: Requests = {}
     for record in records:
         if isinstance(record, TrialRecord | ExplainRecord) and record.record != "probe":
