@@ -11,10 +11,10 @@ from jaxremat.pytest_plugin import (
     Baseline,
     Holding,
     MemoryBaseline,
+    _baselines_of,
     _bytes_of,
     _grown,
     _missing,
-    _baselines_of,
     _shown,
     _update,
 )
