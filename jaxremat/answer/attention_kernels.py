@@ -1,7 +1,7 @@
 """Fused attention without a primitive of its own, as one operation of a traced layer.
 
-It is a kernel of Pallas, say. Such an attention gives what it saves a checkpoint name: its output, and its softmax statistics (`ResidualName`). A policy saves
-both or none. The kernel may make further values, and the statistics may be a slice of one of them:
+It is a kernel of Pallas, say. Such an attention gives what it saves a checkpoint name: its output, and its softmax statistics
+(`ResidualName`). A policy saves both or none. The kernel may make further values, and the statistics may be a slice of one:
 
     a, b, c = pallas_call q k v                    output, statistics = attention q k v
     output = name[context] a                 ->
@@ -77,8 +77,8 @@ def _in_shard_map(
 ) -> tuple[AttentionKernel, dict[int, Atom], dict[int, Any]] | None:
     """The attention in a `shard_map`, as an operation of the program around it.
 
-    None where the `shard_map` computes something else. With it come the results that are one with an earlier value, and the shapes of what the kernels save. A `shard_map` gives
-    the statistics of each device, also where devices compute the same.
+    None where the `shard_map` computes something else. With it come the results that are one with an earlier value, and the
+    shapes of what the kernels save. A `shard_map` gives the statistics of each device, also where devices compute the same.
     """
     inner = with_attention(flatten(callee(equation.eqn), CALLS | DERIVATIVE_CALLS))
     kernel = next((one for one in inner.equations if isinstance(one, AttentionKernel)), None)
