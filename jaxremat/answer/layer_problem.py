@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
@@ -183,7 +184,7 @@ def _forward_and_residuals(
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program, lies = share.of(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS))
+    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
     return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
 
 
