@@ -215,7 +215,8 @@ def test_the_largest_batch_is_proven_at_the_real_limit(libtpu, target, mesh):
     assert too_large.total_bytes is not None
     assert fits.total_bytes <= budget < too_large.total_bytes
     assert too_large.total_bytes - fits.total_bytes < 0.1 * budget
-    assert (fits.step_s, fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None, None)
+    assert (fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None)
+    assert (fits.step_source == "predicted") == (load_tpu(target).fitted is not None)
     compiled = session.trials.compile(parse("none"), last.largest_batch)
     assert compiled.memory.needed_bytes == compiled.memory.total_bytes == fits.total_bytes
 
