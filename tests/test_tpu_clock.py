@@ -3,20 +3,29 @@
 import re
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxremat.answer.layer_estimate import cost_of
+from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.chips.tpu.attention import splash_attention
 from jaxremat.chips.tpu.device import Fitted, load_tpu, tpu_names
 from jaxremat.chips.tpu.links import Torus, place_of
-from jaxremat.chips.tpu.speed import ICI, tpu_speed
+from jaxremat.chips.tpu.speed import ICI, MATMUL_SHARE, tpu_speed
 from jaxremat.mesh.axes import MeshShape
+from jaxremat.planner.steps import Cost
+from jaxremat.policy.jax_private import FUSED_ATTENTION, ResidualName
 from jaxremat.xla import hlo
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.collectives import Collective, collective_seconds
+from jaxremat.xla.compile import Compilation
 from jaxremat.xla.kernels import Wait, events_of, kernels_of
+from jaxremat.xla.memory import memory_of_rejected
 
 MB = 10**6
-FITTED = Fitted(1e9, 0.5, 0.25, 0.5, 0.2, 0.1, "made up")
+FITTED = Fitted(1e9, 0.25, 0.5, 0.2, 0.1, "made up")
 #: A device of 1e12 FLOP/s, 1e9 bytes/s of memory, of which kernels without a matmul reach half, and 1e8 bytes/s of other links.
 TPU = replace(
     load_tpu("v5e"),
@@ -235,3 +244,25 @@ def test_no_time_without_steps_or_links():
     for name in tpu_names():
         described = load_tpu(name)
         assert (tpu_speed(described) is None) == (described.fitted is None)
+
+
+def test_a_step_that_is_too_large_takes_its_requested_flops():
+    """It has no program, and a planner compares it by its bytes first."""
+    w = jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16)
+    done = Compilation(memory_of_rejected(7), "", 0.0, 0.0, jaxpr=jax.make_jaxpr(jnp.dot)(w, w), is_too_large=True)
+    assert cost_of(done, speed()) == Cost(7, 2e9 / (MATMUL_SHARE * 1e12))
+
+
+@pytest.mark.full
+def test_a_layer_s_splash_attention_has_the_share_of_attention():
+    """Its kernels are Pallas's, and JAX's fused attention isn't there."""
+
+    def layer(x_BTNH: jax.Array) -> jax.Array:
+        return splash_attention(x_BTNH, x_BTNH, x_BTNH, block=128, name=ResidualName("context"))
+
+    x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
+    problem, ways = layer_problem(layer, (x,), replace(speed(), bandwidth_bytes_per_s=1e15))
+    assert {(way.name, way.primitive) for way in ways.values()} == {("", FUSED_ATTENTION)}
+    of_attention = [op for op in problem.ops if op.flops]
+    assert [[problem.values[v].name for v in op.outputs] for op in of_attention if op.together] == [[*ways]]
+    assert [op.recompute_s for op in of_attention] == pytest.approx([2 * 2 * 256**2 / 2 * 2 * 128 / 0.25e12])

@@ -9,7 +9,7 @@ compares the predictions with the times of those kernels, and fits the shares.
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -60,7 +60,16 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
         module: The compiled program.
         speed: The device, with its links if the program has collectives.
     """
-    events = events_of(module)
+    return seconds_of(events_of(module), speed)
+
+
+def seconds_of(events: Sequence[Kernel | Wait], speed: DeviceSpeed) -> StepTime:
+    """The step time of a program's kernels, as `predict_step_time` has it.
+
+    Args:
+        events: the kernels and what they wait for, in order.
+        speed: the device.
+    """
     kernels = [event for event in events if isinstance(event, Kernel)]
     collectives = [kernel for kernel in kernels if kernel.collective]
     awaited = {event.name for event in events if isinstance(event, Wait)}
