@@ -62,10 +62,13 @@ TPU_NUMBERS: Mapping[str, Sequence[float]] = {
     "bandwidth_share": [n / 100 for n in range(40, 101, 2)],
 }
 #: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it, but
-#: for the scope of an embedding's gradient.
-_SOURCE = re.compile(
-    r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?!op_name="[^"]*scatter-add")(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}',
-    re.DOTALL | re.MULTILINE,
+#: for the scope of an embedding's gradient, and of a TPU's matmuls and kernels of Pallas, which have no other name.
+_SOURCE, _TPU_SOURCE = (
+    re.compile(
+        rf'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{{(?!op_name="[^"]*(?:{scopes})")(?:[^{{}}"]|"(?:[^"\\]|\\.)*")*\}}',
+        re.DOTALL | re.MULTILINE,
+    )
+    for scopes in ("scatter-add", "scatter-add|dot_general|pallas_call")
 )
 
 
@@ -223,7 +226,7 @@ def program_of(step: Published, flags: Flags) -> "tuple[Program, Module]":
             return filed, parse(text)
     print(f"compiling {step.name} ...", file=sys.stderr)
     program, text = _compiled(step, versions)
-    text = _SOURCE.sub("", text)
+    text = (_TPU_SOURCE if step.target in tpu_names() else _SOURCE).sub("", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lzma.compress(msgspec.json.encode(program) + b"\n" + text.encode()))
     return program, parse(text)

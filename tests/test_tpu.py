@@ -29,6 +29,7 @@ from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
+from jaxremat.xla.options import preset_options
 
 GIB, MIB = 2**30, 2**20
 EARLY = (
@@ -127,11 +128,18 @@ def test_a_slice_is_a_node():
         {"mesh": "fsdp=8", "topology": "2x4"},
         {"target": "v6e", "topology": "1x1"},
         {"target": "v6e", "xla_preset": ("latency-hiding",)},
+        {"target": "h100-80gb", "xla_preset": ("default", "maxtext-tpu")},
     ],
 )
 def test_flags_that_do_not_go_with_the_target(flags):
     with pytest.raises(UsageError):
         check_run(RunFlags(**flags))
+
+
+def test_a_preset_of_the_chip_is_taken():
+    request = check_run(RunFlags(target="v6e", policy=("nothing",), xla_preset=("default", "maxtext-tpu")))
+    assert [one.xla_preset for one in request.policies] == ["default", "maxtext-tpu"]
+    assert preset_options("maxtext-tpu").items() <= TPU.options.presets["maxtext-tpu"].items()
 
 
 def test_each_tpu_has_its_sources():

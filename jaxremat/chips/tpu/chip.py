@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxremat.chips.chip import Chip, CompilerOptions
+from jaxremat.chips.chip import Chip
 from jaxremat.chips.tpu.attention import CALLS, SPLASH
 from jaxremat.chips.tpu.device import TpuDescription, load_tpu, tpu_names
 from jaxremat.chips.tpu.installed import check_libtpu
+from jaxremat.chips.tpu.options import OPTIONS
 from jaxremat.chips.tpu.refusal import needed_bytes
 from jaxremat.chips.tpu.speed import tpu_speed
 from jaxremat.mesh.axes import MeshShape
@@ -26,7 +27,7 @@ class Tpu(Chip):
     is_gpu = False
     attention = SPLASH
     calls = CALLS
-    options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
+    options = OPTIONS
     device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
     has_topologies = True
