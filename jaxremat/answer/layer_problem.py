@@ -308,7 +308,7 @@ def _recompute_seconds(
             return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
             product, attention, flops = lies.product(equation), requested_attention(equation.eqn), lies.flops(equation)
-            kind: KernelClass = "attention" if attention else "convolution"
+            kind: KernelClass = "attention" if equation.kind == FUSED_ATTENTION else "convolution"
             if product:
                 num_bytes = sum(lies.moved_bytes(equation, number) for number in moved)
                 kind = matmul_class(product.batch * product.m * product.n, flops, num_bytes)
