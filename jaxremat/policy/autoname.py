@@ -194,7 +194,7 @@ def layer_scope(program: Program) -> str:
 def _operation_name(equation: Equation) -> str:
     is_derivative_call = equation.kind in DERIVATIVE_CALLS
     inside = callee(equation.eqn).jaxpr.eqns if is_derivative_call else (equation.eqn,)
-    if any(eqn.primitive.name == FUSED_ATTENTION for eqn in inside):
+    if FUSED_ATTENTION in (equation.kind, *(eqn.primitive.name for eqn in inside)):
         return "fused"
     return called_name(equation.eqn) if is_derivative_call or equation.kind in CALLS else equation.kind
 

@@ -57,6 +57,7 @@ class Kind:
         args: the shapes of its arguments, each a `jax.ShapeDtypeStruct`.
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
         others: the layers that differ from `function` in other operations than matmuls and convolutions.
+        frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
     """
 
     label: str
@@ -68,6 +69,7 @@ class Kind:
     args: tuple[Any, ...]
     prefix: str = ""
     others: tuple[Variant, ...] = ()
+    frozen: frozenset[int] = frozenset()
 
     def values(self) -> Counter[NamedValue]:
         """The named values of a layer in program order, with how often all layers have each."""

@@ -85,11 +85,13 @@ def failure_sentence(failure: FailureRecord) -> str:
 
 
 def why_not(row: TrialRecord) -> str:
-    """The terms that add up to the total bytes of a step that doesn't fit.
+    """The terms that add up to the total bytes of a step that doesn't fit, where XLA says them.
 
     For example `1.39 GiB parameters, optimizer state and batch + 79.00 GiB temporaries = 80.39 GiB.`
     """
-    state, outputs = row.argument_bytes or 0, (row.output_bytes or 0) - (row.alias_bytes or 0)
+    if row.argument_bytes is None:
+        return "XLA says the total alone of a step that it rejects."
+    state, outputs = row.argument_bytes, (row.output_bytes or 0) - (row.alias_bytes or 0)
     terms = f"{gib(state)} parameters, optimizer state and batch + {gib(row.temp_bytes or 0)} temporaries"
     terms += f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
     alone = " The state alone is over the budget, whatever the policy." if state > row.budget_bytes else ""
