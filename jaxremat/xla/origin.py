@@ -22,7 +22,9 @@ _SAME = frozenset(
 _XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
 #: Instructions that only refer to a value and don't make one.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
-_STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
+_STRUCTURE = re.compile(
+    r"(?:^|/)(?:while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)"
+)
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
 #: Matches the attributes of a library's matmul that adds a bias. XLA gives such a call the scope of the matmul.
@@ -180,9 +182,9 @@ def _making_branch(module: hlo.Module, instruction: hlo.Instruction, index: tupl
         made = branch.root
         if made.opcode == "tuple" and index:
             made = branch.by_name[made.operands[index[0]]]
-        while made.opcode in (*_SAME, "broadcast") and made.operands:
+        while made.opcode in (*_SAME, "broadcast", "get-tuple-element"):
             made = branch.by_name[made.operands[0]]
-        if made.opcode not in ("parameter", "get-tuple-element", "constant"):
+        if made.operands:  # neither a parameter nor a constant, nor a fusion that fills an array
             return n
     return None
 
