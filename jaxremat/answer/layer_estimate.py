@@ -7,7 +7,7 @@ kernels, and that it doesn't. XLA does so in many layers and not in all. The sec
 and compiled steps choose between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,13 @@ _LEAST_OFFLOADED = 2**20
 
 
 def estimate_function(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool, share: Share = ALONE
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    speed: DeviceSpeed,
+    *,
+    in_scan: bool,
+    share: Share = ALONE,
+    frozen: Collection[int] = (),
 ) -> LayerEstimate:
     """The estimate of a layer, a function whose values have checkpoint names (`autoname`).
 
@@ -39,9 +45,11 @@ def estimate_function(
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         share: on several devices, what one of them stores and computes.
+        frozen: as for `layer_problem`.
     """
     (problem, keep), (unfused, _) = (
-        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share) for fused in (True, False)
+        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share, frozen=frozen)
+        for fused in (True, False)
     )
     problem, unfused = map(_without_small_transfers, (problem, unfused))
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}

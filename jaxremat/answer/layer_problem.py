@@ -15,28 +15,27 @@ A layer that computes `checkpoint_name(x @ w, "h")` gives a problem with the val
 be saved as `save:h`.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
-from jaxremat.policy.jax_private import FUSED_ATTENTION, is_fused_attention, written_name
+from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.policy.tree import combine, is_float, partition
-from jaxremat.xla.flops import KERNELS, equation_flops, requested_attention
+from jaxremat.policy.tree import combine, is_float, partition_by
+from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
-#: What is between a kernel of attention and the names of its results.
-_VIEWS_OF_RESULTS = _VIEWS | {"slice", "transpose"}
 #: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too. Those sharding
 #: constraints that are left are gathers.
 _UNFUSED = OPAQUE | {
@@ -53,7 +52,7 @@ _UNFUSED = OPAQUE | {
     "ffi_call",
 }
 #: Operations that libraries compute. A library reads an array of its own, and can't read a slice of a stack of residuals.
-_LIBRARY_CALLS = frozenset({"dot_general", "conv_general_dilated", "ffi_call"})
+_LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilated", "ffi_call"})
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ def layer_problem(
     in_scan: bool = True,
     fused_reductions: bool = True,
     share: Share = ALONE,
+    frozen: Collection[int] = (),
 ) -> tuple[Problem, dict[str, Keep]]:
     """The problem of one layer, `function(*args)`, on a device.
 
@@ -112,6 +112,7 @@ def layer_problem(
         in_scan: whether the layer is the body of a scan over layers.
         fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
         share: of several devices, what one of them stores and computes of the layer, and what its gathers cost.
+        frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
 
     Returns:
         The problem, and how each saveable value is saved, by its name in the problem.
@@ -119,7 +120,7 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals, lies = _forward_and_residuals(function, args, share)
+    program, residuals, lies = _forward_and_residuals(function, args, share, frozen)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
@@ -155,7 +156,7 @@ def layer_problem(
             outputs=tuple(place[number] for number in equation.outputs),
             recompute_s=cost,
             flops=lies.flops(equation),
-            together=_is_attention(equation),
+            together=equation.kind == FUSED_ATTENTION,
         )
         for equation, cost in zip(equations, seconds, strict=True)
     )
@@ -170,7 +171,7 @@ def layer_problem(
 
 
 def _forward_and_residuals(
-    function: Callable[..., Any], args: tuple[Any, ...], share: Share
+    function: Callable[..., Any], args: tuple[Any, ...], share: Share, frozen: Collection[int]
 ) -> tuple[Program, set[int], Lies]:
     """The program of `function` and its residuals.
 
@@ -180,37 +181,15 @@ def _forward_and_residuals(
 
     def both(*args: Any) -> list[Any]:
         nonlocal num_outputs
-        floats, rest = partition(args, is_float)
+        leaves, tree = jax.tree.flatten(args)
+        is_trained = [is_float(leaf) and number not in frozen for number, leaf in enumerate(leaves)]
+        floats, rest = partition_by(args, tree.unflatten(is_trained))
         y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program, lies = share.of(_with_whole_kernels(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
+    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
     return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
-
-
-def _with_whole_kernels(program: Program) -> Program:
-    """The program in which a kernel of attention makes its named results itself.
-
-    What is between it and the names, such as a slice, is left out.
-    """
-    makers = {number: equation for equation in program.equations for number in equation.outputs}
-    results, named = defaultdict[int, list[int]](list), set[int]()
-    for equation in program.equations:
-        if equation.kind != "name" or not is_fused_attention(equation.eqn.primitive, equation.eqn.params):
-            continue
-        maker = makers.get(number) if isinstance(number := equation.inputs[0], int) else None
-        while maker and maker.kind in _VIEWS_OF_RESULTS and isinstance(number := maker.inputs[0], int):
-            maker = makers.get(number)
-        if maker and _is_attention(maker):
-            results[maker.outputs[0]] += equation.outputs
-            named.add(equation.outputs[0])
-    equations = (
-        replace(one, outputs=tuple(found)) if (found := results.get(one.outputs[0] if one.outputs else -1)) else one
-        for one in program.equations
-        if not named.intersection(one.outputs)
-    )
-    return replace(program, equations=tuple(equations))
 
 
 @dataclass(frozen=True)
@@ -277,7 +256,7 @@ def _live(program: Program, merged: _Merged, needed: set[int]) -> list[Equation]
 
 
 def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Keep | None:
-    if _is_attention(maker):
+    if maker.kind == FUSED_ATTENTION:
         return Keep(primitive=FUSED_ATTENTION)
     own = [name for name in names if merged.times[name] == 1]
     # `autoname` writes its own name last. It does so where other kinds of layers have the author's name too.
@@ -301,9 +280,9 @@ def _labels(
     bases = dict(zip(program.inputs, paths, strict=True))
     for equation in equations:
         base = value_path(equation, layer)
-        stats = f"{base.removesuffix('fused').removesuffix('pallas_call')}softmax_stats"
+        stats = f"{base.removesuffix('fused')}softmax_stats"
         for position, number in enumerate(equation.outputs):
-            bases[number] = stats if _is_attention(equation) and position else base
+            bases[number] = stats if equation.kind == FUSED_ATTENTION and position else base
     for number in (*given, *(number for equation in equations for number in equation.outputs)):
         if number not in labels:
             labels[number] = unused_name(bases.get(number, "constant"), taken)
@@ -333,7 +312,7 @@ def _recompute_seconds(
             return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
             product, attention, flops = lies.product(equation), requested_attention(equation.eqn), lies.flops(equation)
-            kind: KernelClass = "attention" if _is_attention(equation) else "convolution"
+            kind: KernelClass = "attention" if equation.kind == FUSED_ATTENTION else "convolution"
             if product:
                 num_bytes = sum(lies.moved_bytes(equation, number) for number in moved)
                 kind = matmul_class(product.batch * product.m * product.n, flops, num_bytes)
@@ -352,7 +331,7 @@ def _recompute_seconds(
 
 def _copied(equations: list[Equation], merged: _Merged) -> set[int]:
     """The values that are copied out of their stack, because a library reads them."""
-    results = {number for equation in equations if _is_attention(equation) for number in equation.outputs}
+    results = {number for equation in equations if equation.kind == FUSED_ATTENTION for number in equation.outputs}
     return _read_by(equations, merged, _is_a_library_call) | results
 
 
@@ -386,17 +365,8 @@ def _has_a_kernel(equation: Equation) -> bool:
     return equation.kind in _UNFUSED or equation_flops(equation.eqn).total > 0
 
 
-def _is_attention(equation: Equation) -> bool:
-    """Whether an operation is fused attention, whose results are saved together.
-
-    On a mesh a kernel is in a `shard_map`.
-    """
-    is_kernel = equation.kind in KERNELS or equation.kind == "shard_map"
-    return equation.kind == FUSED_ATTENTION or (is_kernel and equation_flops(equation.eqn).attention_flops > 0)
-
-
 def _is_a_library_call(equation: Equation) -> bool:
-    return equation.kind in _LIBRARY_CALLS or _is_attention(equation)
+    return equation.kind in _LIBRARY_CALLS
 
 
 def _is_reduction(equation: Equation) -> bool:

@@ -26,8 +26,9 @@ from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
 from jaxremat.workload.given import GivenModel
-from jaxremat.workload.model import Model, given_model
+from jaxremat.workload.model import Model, given_model, narrowed
 from jaxremat.workload.source import find_source, is_spec
+from jaxremat.workload.trainable import Narrowed
 
 #: The most steps that are measured.
 MAX_STEPS = 10**6
@@ -191,7 +192,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
     )  # fmt: skip
     _check_global_batch(flags, policies)
     mesh, meshes = _meshes(flags, requested.model, planned=planned)
-    model, train = requested.model, requested.train
+    model, train = narrowed(requested.model, Narrowed(flags.train_only, flags.freeze)), requested.train
     return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
 
 
