@@ -31,6 +31,7 @@ from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
+from jaxremat.xla.options import preset_options
 from tests import made_up_records
 
 GIB, MIB = 2**30, 2**20
@@ -130,11 +131,18 @@ def test_a_slice_is_a_node():
         {"mesh": "fsdp=8", "topology": "2x4"},
         {"target": "v6e", "topology": "1x1"},
         {"target": "v6e", "xla_preset": ("latency-hiding",)},
+        {"target": "h100-80gb", "xla_preset": ("default", "maxtext-tpu")},
     ],
 )
 def test_flags_that_do_not_go_with_the_target(flags):
     with pytest.raises(UsageError):
         check_run(RunFlags(**flags))
+
+
+def test_a_preset_of_the_chip_is_taken():
+    request = check_run(RunFlags(target="v6e", policy=("nothing",), xla_preset=("default", "maxtext-tpu")))
+    assert [one.xla_preset for one in request.policies] == ["default", "maxtext-tpu"]
+    assert preset_options("maxtext-tpu").items() <= TPU.options.presets["maxtext-tpu"].items()
 
 
 def test_each_tpu_has_its_sources():
@@ -226,7 +234,8 @@ def test_the_largest_batch_is_proven_at_the_real_limit(libtpu, target, mesh):
     assert too_large.total_bytes is not None
     assert fits.total_bytes <= budget < too_large.total_bytes
     assert too_large.total_bytes - fits.total_bytes < 0.1 * budget
-    assert (fits.step_s, fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None, None)
+    assert (fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None)
+    assert (fits.step_source == "predicted") == (load_tpu(target).fitted is not None)
     compiled = session.trials.compile(parse("none"), last.largest_batch)
     assert compiled.memory.needed_bytes == compiled.memory.total_bytes == fits.total_bytes
 

@@ -139,8 +139,8 @@ def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[st
     for equation in program.equations:
         for number in equation.outputs if equation.kind != "name" else ():
             already = tags.get(number, ())
-            inexact = jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
-            if inexact and number in read and all(times[name] > 1 or name in shared for name in already):
+            real = jnp.issubdtype(program.avals[number].dtype, jnp.floating)  # complex values are never saved
+            if real and number in read and all(times[name] > 1 or name in shared for name in already):
                 name = unused_name(prefix + value_path(equation, layer), taken)
                 taken.add(name)
                 tags[number] = (*already, name)
