@@ -87,28 +87,21 @@ class Case:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-#: A model whose step compiles in a minute. Fewer kernels compile sooner, and these are two layers without Adam's.
-_SMALL: dict[str, Any] = {"num_layers": 2, "vocab_size": 32000, "seq_len": 1024, "optimizer": "sgd-momentum"}
-_SCAN, _UNROLLED = _SMALL | {"scan_layers": True}, _SMALL | {"scan_layers": False}
-#: Six steps of at most a billion parameters, three of them with offloading.
+def small(name: str, target: str, policy: str, mesh: str | None = None, batches: tuple[int, ...] = (), **sizes: Any) -> Case:
+    """A step of the layers of `experiments.tpu_step`, which compiles in half a minute."""
+    arguments = [f"{size}={value}" for size, value in ({"width": 512} | sizes).items()]
+    options = {"model_arg": arguments, "optimizer": "sgd-momentum"}
+    return Case(name, target, "experiments.tpu_step:layers", policy, mesh, batches, options)
+
+
+#: Six steps, three of them with offloading.
 BOUNDARIES = (
-    Case("mesh, offloading", "v6e", "llama3.2-1b", "offload:query_proj,key_proj,value_proj", "fsdp=4", options=_SCAN),
-    Case("XLA's attention", "v5e", "llama3.2-1b", "dots", options=_SCAN | {"attention": "xla"}),
-    Case("offloading", "v5e", "llama3.2-1b", "offload:decoder_layer_input", options=_SCAN),
-    Case("unrolled", "v6e", "qwen3-0.6b", "nothing", options=_UNROLLED),
-    Case("v5p", "v5p", "llama3.2-1b", "dots+attention", options=_SCAN),
-    Case("unrolled, offloading", "v6e", "llama3.2-1b", "offload:mlpwi_0", options=_UNROLLED | {"attention": "xla"}),
-)
-
-
-_DRAWN_POLICIES = (
-    "nothing",
-    "none",
-    "dots",
-    "dots+attention",
-    "save:mlpwo",
-    "offload:decoder_layer_input",
-    "offload:mlpwi_0",
+    small("offloading", "v5e", "offload:mlpwi", attention="none"),
+    small("unrolled, offloading", "v6e", "offload:mlpwi", attention="none", is_unrolled=True),
+    small("on a mesh, offloading", "v6e", "offload:mlpwi", "fsdp=4", attention="splash"),
+    small("unrolled", "v6e", "none", attention="none", is_unrolled=True),
+    small("XLA's attention", "v5e", "dots", attention="xla"),
+    small("splash attention", "v5p", "nothing+attention", attention="splash"),
 )
 
 
@@ -117,17 +110,17 @@ def early_cases(seed: int, count: int) -> list[Case]:
     chance = random.Random(seed)
 
     def drawn(name: str) -> Case:
-        model = chance.choice(("gpt2", "llama3.2-1b", "qwen3-0.6b"))
-        target = chance.choice(("v4", "v5e", "v5p", "v6e"))
-        mesh = chance.choice(("fsdp=4", "data=2,fsdp=2", "fsdp=2,tensor=2"))
-        policy = chance.choice(_DRAWN_POLICIES)
-        batch = chance.choice((1, 2, 4))
-        options = {
-            "scan_layers": chance.choice((True, False)),
-            "loss": chance.choice(("full", "chunked")),
-            "seq_len": chance.choice((512, 1024)),
-        }
-        return Case(name, target, model, policy, mesh, (batch,), _SMALL | options)
+        return small(
+            name,
+            chance.choice(("v4", "v5e", "v5p", "v6e")),
+            chance.choice(("nothing", "none", "dots", "save:mlpwi", "offload:mlpwi")),
+            chance.choice(("fsdp=4", "data=2,fsdp=2", "data=4")),
+            batches=(chance.choice((2, 8, 32)),),
+            attention=chance.choice(("none", "splash", "xla")),
+            is_unrolled=chance.choice((True, False)),
+            width=chance.choice((256, 512)),
+            length=chance.choice((512, 1024)),
+        )
 
     return [drawn(str(number)) for number in range(count)]
 

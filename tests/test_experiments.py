@@ -16,7 +16,7 @@ from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, _flags_from
 from jaxremat.system.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
@@ -215,7 +215,6 @@ def test_tpu_s_rows_have_both_batches():
     assert (recipe["more_batch"], recipe["more_early_bytes"]) == (3, 130)
 
 
-@pytest.mark.full
 def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
     cases = tpu.early_cases(0, 40)
     assert cases[:10] == tpu.early_cases(0, 10)
@@ -224,5 +223,4 @@ def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
         assert len({case.name for case in of_part}) == len(of_part)
         for case in of_part[-2:]:
             flags = {"policy": (case.policy,), "model": case.model, "target": case.target, "mesh": case.mesh}
-            options = shlex.join(f"--{name.replace('_', '-')}={value}" for name, value in case.options.items())
-            assert check_run(replace(parse_flags(RunFlags, shlex.split(options), "tpu"), **flags)).policies
+            assert check_run(replace(_flags_from(dict(case.options)), **flags)).policies
