@@ -269,7 +269,7 @@ def of_recipe(child: Child) -> Row:
         whole = child.find("whole", batch=early["batch"]) or {}
         found = {"batch": early["batch"], "early_bytes": early["early_bytes"], **whole}
         names = ("batch", "early_bytes", "fits", "total_bytes", "host_bytes", "compile_s")
-        row |= {prefix + name: found[name] for name in names if name in found}
+        row |= {prefix + name: found.get(name) for name in names}
     return row
 
 
