@@ -147,6 +147,7 @@ BACKWARD = "jit(f)/transpose(jvp(N))/"
 EVIDENCE: list[tuple[Evidence, Category]] = [
     (Evidence(role="parameters"), "parameters"),
     (Evidence(role="optimizer state"), "optimizer state"),
+    (Evidence(role="frozen parameters"), "frozen parameters"),
     (Evidence(role="inputs"), "inputs"),
     (Evidence(is_output=True, op_name=f"{BACKWARD}dot_general"), "gradients"),
     (Evidence(is_output=True, op_name="jit(f)/add"), "outputs"),

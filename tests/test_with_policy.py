@@ -100,6 +100,22 @@ def test_a_checkpoint_inside_a_layer_stays():
     assert num_matmuls(with_policy(inner, "none"), LAYERS) == num_matmuls(inner, LAYERS) > num_matmuls(without, LAYERS)
 
 
+def test_none_takes_the_checkpoints_inside_those_around_layers():
+    """Layers that are checkpointed scans of checkpointed steps, with arithmetic between them and no matmul at all."""
+
+    def loss(rate, x):
+        step = jax.checkpoint(lambda x, t: (jnp.sin(rate * x + t), None))
+        for n in range(3):
+            x = jax.checkpoint(lambda x, times: jax.lax.scan(step, x, times)[0])(x, jnp.arange(4) + 4.0 * n)
+        return x.sum()
+
+    def num_checkpoints(policy):
+        return str(jax.make_jaxpr(jax.grad(with_policy(loss, policy)))(jnp.ones(()), X)).count("prevent_cse")
+
+    assert num_checkpoints("none") == 0
+    assert num_checkpoints("nothing") == num_checkpoints("own") > 3
+
+
 def test_a_function_without_layers_runs_under_none_alone():
     def single(params, x):
         return jnp.mean(mlp(params, x) ** 2)

@@ -7,7 +7,7 @@ kernels, and that it doesn't. XLA does so in many layers and not in all. The sec
 and compiled steps choose between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from jaxremat.planner.problem import Problem
 from jaxremat.planner.steps import Cost
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import Compilation
+from jaxremat.xla.flops import count_step_flops
 from jaxremat.xla.without import total_without
 
 #: Bytes below which a host transfer takes as long as an empty one would.
@@ -28,7 +29,13 @@ _LEAST_OFFLOADED = 2**20
 
 
 def estimate_function(
-    function: Callable[..., Any], args: tuple[Any, ...], speed: DeviceSpeed, *, in_scan: bool, share: Share = ALONE
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    speed: DeviceSpeed,
+    *,
+    in_scan: bool,
+    share: Share = ALONE,
+    frozen: Collection[int] = (),
 ) -> LayerEstimate:
     """The estimate of a layer, a function whose values have checkpoint names (`autoname`).
 
@@ -38,9 +45,11 @@ def estimate_function(
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         share: on several devices, what one of them stores and computes.
+        frozen: as for `layer_problem`.
     """
     (problem, keep), (unfused, _) = (
-        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share) for fused in (True, False)
+        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share, frozen=frozen)
+        for fused in (True, False)
     )
     problem, unfused = map(_without_small_transfers, (problem, unfused))
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
@@ -53,7 +62,13 @@ def estimate_function(
 
 
 def cost_of(done: Compilation, speed: DeviceSpeed) -> Cost:
-    """What a compiled step takes. Its `without` is there if the dump was read."""
+    """What a compiled step takes. Its `without` is there if the dump was read.
+
+    A step that XLA rejected as too large has no kernels. Its seconds are those of the requested FLOPs in large matmuls.
+    """
+    if done.is_too_large:
+        flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
+        return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
     without = total_without(done) if done.dump else None
     return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, without)
 

@@ -16,12 +16,13 @@ be saved as `save:h`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
@@ -29,7 +30,7 @@ from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.policy.tree import combine, is_float, partition
+from jaxremat.policy.tree import combine, is_float, partition_by
 from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
@@ -74,6 +75,7 @@ def layer_problem(
     in_scan: bool = True,
     fused_reductions: bool = True,
     share: Share = ALONE,
+    frozen: Collection[int] = (),
 ) -> tuple[Problem, dict[str, Keep]]:
     """The problem of one layer, `function(*args)`, on a device.
 
@@ -110,6 +112,7 @@ def layer_problem(
         in_scan: whether the layer is the body of a scan over layers.
         fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
         share: of several devices, what one of them stores and computes of the layer, and what its gathers cost.
+        frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
 
     Returns:
         The problem, and how each saveable value is saved, by its name in the problem.
@@ -117,7 +120,7 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals, lies = _forward_and_residuals(function, args, share)
+    program, residuals, lies = _forward_and_residuals(function, args, share, frozen)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
@@ -168,7 +171,7 @@ def layer_problem(
 
 
 def _forward_and_residuals(
-    function: Callable[..., Any], args: tuple[Any, ...], share: Share
+    function: Callable[..., Any], args: tuple[Any, ...], share: Share, frozen: Collection[int]
 ) -> tuple[Program, set[int], Lies]:
     """The program of `function` and its residuals.
 
@@ -178,12 +181,14 @@ def _forward_and_residuals(
 
     def both(*args: Any) -> list[Any]:
         nonlocal num_outputs
-        floats, rest = partition(args, is_float)
+        leaves, tree = jax.tree.flatten(args)
+        is_trained = [is_float(leaf) and number not in frozen for number, leaf in enumerate(leaves)]
+        floats, rest = partition_by(args, tree.unflatten(is_trained))
         y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program, lies = share.of(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS))
+    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
     return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
 
 
@@ -307,7 +312,7 @@ def _recompute_seconds(
             return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
             product, attention, flops = lies.product(equation), requested_attention(equation.eqn), lies.flops(equation)
-            kind: KernelClass = "attention" if attention else "convolution"
+            kind: KernelClass = "attention" if equation.kind == FUSED_ATTENTION else "convolution"
             if product:
                 num_bytes = sum(lies.moved_bytes(equation, number) for number in moved)
                 kind = matmul_class(product.batch * product.m * product.n, flops, num_bytes)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jaxremat.answer.layer_estimate import speed_of
+from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.planned import OnCompile, Planned, plan_bounds
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
@@ -27,7 +27,6 @@ from jaxremat.policy.spec import Policy
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib, percent_up
-from jaxremat.xla.clock import predict_step_time
 
 #: The share by which two meshes' speeds count as equal.
 SAME_SPEED = 5e-3
@@ -242,9 +241,8 @@ def _first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int],
 
 def _microbatch(trials: Trials, policy: Policy, batch: int) -> Cost:
     """The bytes of the step at `batch`, and its predicted seconds for each of its microbatches."""
-    done = trials.compile(policy, batch)
-    step_s = predict_step_time(done.module, speed_of(trials.target)).step_s
-    return Cost(done.memory.total_bytes, step_s / trials.train_at(batch).accumulate)
+    cost = cost_of(trials.compile(policy, batch), speed_of(trials.target))
+    return replace(cost, step_s=cost.step_s / trials.train_at(batch).accumulate)
 
 
 def _why_left_out(bound: float, fastest: float) -> str:

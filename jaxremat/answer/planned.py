@@ -224,7 +224,7 @@ class _Compiles:
             how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
             self.on_compile(", ".join([*how, str(policy)]), batch, self.compiles.next())
         done = replace(trials, keep_dump=policy == NOTHING and not self.is_other).compile(policy, batch)
-        if policy == NOTHING and trials.target.mesh:
+        if policy == NOTHING and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
         cost = cost_of(done, speed)

@@ -112,7 +112,7 @@ def estimate_kinds(
 
 
 def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool, share: Share) -> EqualLayers:
-    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan, share=share)
+    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan, share=share, frozen=kind.frozen)
     # Only layers in a scan may save bytes in host memory: `estimate_function` gives the others none.
     if offload and estimate.offload_bytes:
         estimate = _with_hidden_offload(estimate, speed)

@@ -28,6 +28,7 @@ COMMANDS = {
     "explain": "who holds the memory, in numbers that add up to XLA's total",
     "sweep": "many models, policies, batches and targets, each in a process of its own",
     "recommend": "which GPUs to rent, how many, and how to train on them",
+    "diff": "what a change or another JAX did to bytes, FLOPs and predicted times",
     "train": "a training run under any policy or plan",
     "doctor": "what is installed, what is in the way, and what to type to mend it",
     "watch": "used, free and peak memory of the attached GPUs, live",

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
+from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by, path_text
 
 if TYPE_CHECKING:
     import flax.linen as nn
@@ -119,13 +119,13 @@ def _is_class_of(target: Any, *libraries: str) -> bool:
     return isinstance(target, type) and any(base is not None and issubclass(target, base) for base in bases)
 
 
-def split_trained(params: Any) -> tuple[Any, Any]:
+def split_trained(params: Any, trains: Callable[[str], bool] | None = None) -> tuple[Any, Any]:
     """`params` with only the leaves that are trained, and `params` with only the others.
 
     The leaves left out are None.
 
     The floating-point leaves are trained. In an NNX object only those of an `nnx.Param` are, as for `nnx.grad`: the others are
-    state, such as the mean of a BatchNorm.
+    state, such as the mean of a BatchNorm. Of these leaves, `trains` may choose some by their paths.
     """
 
     def of_object(leaf: Any) -> Any:
@@ -138,6 +138,8 @@ def split_trained(params: Any) -> tuple[Any, Any]:
         return jax.tree.map(of_part, leaf, is_leaf=lambda part: isinstance(part, nnx.Variable))
 
     is_trained = jax.tree.map(lambda leaf: of_object(leaf) if is_object(leaf) else is_float(leaf), params, is_leaf=is_object)
+    if trains is not None:
+        is_trained = jax.tree_util.tree_map_with_path(lambda path, mine: mine and trains(path_text(path)), is_trained)
     return partition_by(params, is_trained)
 
 

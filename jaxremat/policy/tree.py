@@ -9,7 +9,7 @@ References:
     Equinox, `equinox.partition` and `equinox.combine`, which work alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,11 @@ def is_array(leaf: Any) -> bool:
 def is_float(leaf: Any) -> bool:
     """Whether something with a dtype is floating-point or complex, so that it is differentiated."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """The path of a leaf as text, such as `layers/mlp/kernel`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:

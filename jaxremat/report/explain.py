@@ -55,7 +55,9 @@ def sources_table(row: ExplainRecord) -> Table:
 
     A source is what a person knows, such as parameters and gradients.
     """
-    rows = [(source, gib_number(size), ", ".join(SOURCES[source])) for source, size in (row.sources or {}).items()]
+    absent = {"frozen parameters"} - {*(row.attribution or ())}  # all other categories are in every step
+    parts = {source: ", ".join(part for part in made_of if part not in absent) for source, made_of in SOURCES.items()}
+    rows = [(source, gib_number(size), parts[source]) for source, size in (row.sources or {}).items()]
     return list_table("the same by source", ("source", "GiB", "made of"), rows, last=1)
 
 

@@ -30,7 +30,7 @@ COMMON_FLAGS = (
     *("policy", "model", "hf", "maxtext", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices"),
     *("budget", "loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price"),
     *("lengths", "num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out"),
-    *("json", "limit", "interval", "once", "version"),
+    *("json", "limit", "interval", "once", "python", "version"),
 )
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 
@@ -106,6 +106,10 @@ class SharedFlags:
     """Arguments by name of a --model of your own that is a function."""
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own, such as 'blocks_*'. Default: they are found."""
+    train_only: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Train only these parameters and freeze the others: globs of names in their paths, such as 'lora_*' or 'layers/mlp'."""
+    freeze: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Freeze these parameters, such as 'embed*': they have no gradients and no optimizer state."""
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step, in as few microbatches as fit; they are equal, and --accumulate follows from it."""
     mesh: Annotated[str | None, Parameter(metavar="AXIS=N[,AXIS=N]")] = None
@@ -278,6 +282,10 @@ class RecommendFlags:
     """Arguments by name of a --model of your own that is a function."""
     layers: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
     """Scopes of the repeated layers of a --model of your own."""
+    train_only: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Train only these parameters, as in jaxremat run."""
+    freeze: Annotated[Words, Parameter(metavar="'PATTERN' ['PATTERN' ...]")] = ()
+    """Freeze these parameters, as in jaxremat run."""
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step on all devices. Default: as many as are fastest."""
     target: Annotated[Words, Parameter(metavar="NAME|FILE [NAME|FILE ...]")] = ()

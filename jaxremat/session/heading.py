@@ -120,7 +120,12 @@ def _model_sentence(trials: "Trials", batch: int | None) -> str:
     workload = trials.workload_at(batch)
     if workload.step is not None:
         return f"a whole step, with arguments of {gib(state_and_argument_bytes(workload, trials.train))}"
-    parameters = f"{workload.num_params:,} parameters in {' and '.join(workload.param_dtypes)}"
+    dtypes = " and ".join(workload.param_dtypes)
+    parameters = f"{workload.num_params:,} parameters"
+    if workload.num_trained is None:
+        parameters += f" in {dtypes}"
+    else:
+        parameters += f", of which {workload.num_trained:,} in {dtypes} are trained"
     return f"{parameters}, compute in {workload.compute_dtype}" if workload.compute_dtype else parameters
 
 

@@ -26,8 +26,9 @@ from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib
 from jaxremat.workload.given import GivenModel
-from jaxremat.workload.model import Model, given_model
+from jaxremat.workload.model import Model, given_model, narrowed
 from jaxremat.workload.source import find_source, is_spec
+from jaxremat.workload.trainable import Narrowed
 
 #: The most steps that are measured.
 MAX_STEPS = 10**6
@@ -191,7 +192,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
     )  # fmt: skip
     _check_global_batch(flags, policies)
     mesh, meshes = _meshes(flags, requested.model, planned=planned)
-    model, train = requested.model, requested.train
+    model, train = narrowed(requested.model, Narrowed(flags.train_only, flags.freeze)), requested.train
     return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
 
 
@@ -415,6 +416,6 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
             close = nearest(name, PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS"
             raise bad_value("--xla-preset", repr(name), ", ".join(PRESETS), close)
     presets = ("default", *chip_of(flags.target or DEFAULT_DEVICELESS).options.presets)
-    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for GPUs, and not --target {flags.target}",
-            "leave --xla-preset out, or give a GPU: --target h100-80gb"))  # fmt: skip
+    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for other chips than --target {flags.target}",
+            f"leave --xla-preset out; this target has {', '.join(presets)}"))  # fmt: skip
     return names

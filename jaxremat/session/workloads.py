@@ -130,7 +130,9 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
     training = request.flags.training
     fields = [f.name for f in dataclasses.fields(training) if vars(training)[f.name] not in (None, ())]
     given = [flag_of(name) for name in fields if name != "seq_len"]  # a length is an argument of the user's
-    given += ["--global-batch"] * (request.flags.global_batch is not None) + ["--layers"] * bool(request.flags.layers)
+    given += ["--global-batch"] * (request.flags.global_batch is not None) + [
+        flag_of(name) for name in ("layers", "train_only", "freeze") if getattr(request.flags, name)
+    ]
     others = [
         one for one in request.policies if one.policy not in (NONE, OWN) and (request.flags.policy or one.text != "dots")
     ]

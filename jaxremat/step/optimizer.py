@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxremat.config import TrainConfig
-from jaxremat.policy.state import split_trained
 from jaxremat.workload.workload import Workload
 
 #: By a parameter's path and shape, the axes of its matrix (`optax.contrib.MuonDimensionNumbers`), or None if it is no matrix.
@@ -68,8 +67,7 @@ def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) ->
 
 def state_bytes(workload: Workload, train: TrainConfig) -> int:
     """Bytes of the optimizer's state for the parameters of `workload`, counted on its shapes."""
-    floats, _ = split_trained(workload.abstract_params)
-    state = jax.eval_shape(optimizer_of(workload, train).init, floats)
+    state = jax.eval_shape(optimizer_of(workload, train).init, workload.trained_params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 

@@ -24,7 +24,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings, tracing_on
 from jaxremat.policy.spec import NONE, OWN, Policy
-from jaxremat.policy.state import has_objects, split_trained, with_objects
+from jaxremat.policy.state import has_objects, with_objects
 from jaxremat.policy.tree import combine
 from jaxremat.step.microbatches import sample_axes, split, step_batch
 from jaxremat.step.optimizer import optimizer_of
@@ -76,7 +76,8 @@ def init_state(workload: Workload, train: TrainConfig, params: Any = None) -> Tr
     if params is None:
         assert workload.init is not None
         params = workload.init(params_key(train.seed))
-    floats, _ = split_trained(params)
+    params = workload.stored(params)
+    floats, _ = workload.split(params)
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer_of(workload, train).init(floats))
 
 
@@ -91,7 +92,8 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
 
     If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
     of the parameters are differentiated and updated, and in an NNX model only its parameters (`nnx.Param`). What the loss
-    changes of the model's other variables is in the new state, and each microbatch begins with those of the one before.
+    changes of the model's other variables is in the new state, and each microbatch begins with those of the one before. Frozen
+    parameters (`Workload.trainable`) have no gradients and stay as they are.
 
     A workload that is a step is returned as it is. NNX objects among its arguments are results too, as for `nnx.jit`.
 
@@ -107,12 +109,12 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
     def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
-        floats, others = split_trained(params)
+        floats, others = workload.split(params)
 
         def of_floats(floats: Any) -> tuple[jax.Array, Any]:
             whole = combine(floats, others)
             value, aux = loss_and_aux(loss(whole, batch, *key))
-            return value, (aux, _state_after(others, split_trained(whole)[1]) if has_objects(whole) else None)
+            return value, (aux, _state_after(others, workload.split(whole)[1]) if has_objects(whole) else None)
 
         (value, (aux, state)), grads = jax.value_and_grad(of_floats, has_aux=True)(floats)
         return (value, aux, state), grads
@@ -120,7 +122,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     def loss_and_grads(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:
         if train.accumulate == 1:
             return value_and_grad(params, batch, *key)
-        floats, others = split_trained(params)
+        floats, others = workload.split(params)
         parts, microbatch = split(workload, train.accumulate, batch)
 
         def add(carry: Any, part: tuple[Any, ...]) -> tuple[Any, None]:
@@ -140,8 +142,8 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         key = [step_key(train.seed, state.step)] if workload.takes_key else []
-        (value, aux, new), grads = loss_and_grads(_cast(state.params, train.grad_dtype), batch, *key)
-        floats, others = split_trained(state.params)
+        (value, aux, new), grads = loss_and_grads(_cast(workload, state.params, train.grad_dtype), batch, *key)
+        floats, others = workload.split(state.params)
         grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
         updates, opt_state = optimizer.update(grads, state.opt_state, floats)
         params = combine(optax.apply_updates(floats, updates), others if new is None else new)
@@ -257,11 +259,11 @@ def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) ->
         )
 
 
-def _cast(params: Any, dtype: str | None) -> Any:
+def _cast(workload: Workload, params: Any, dtype: str | None) -> Any:
     """The parameters with their trained leaves in `dtype`."""
     if dtype is None:
         return params
-    floats, others = split_trained(params)
+    floats, others = workload.split(params)
     return combine(jax.tree.map(lambda leaf: leaf.astype(dtype), floats), others)
 
 

@@ -163,7 +163,7 @@ class StateOnMesh:
     """How the parameters, or the optimizer's state, lie on a mesh.
 
     Attributes:
-        category: `parameters` or `optimizer state`.
+        category: `parameters`, `frozen parameters` or `optimizer state`.
         num_bytes: bytes of all of them.
         divided_bytes: bytes that each device has of arrays that an axis of the mesh divides.
         whole_bytes: bytes that each device has of arrays that are replicated.

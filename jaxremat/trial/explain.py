@@ -12,6 +12,7 @@ from typing import Any
 from jaxremat.errors import CompileError
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.spec import Policy
+from jaxremat.policy.tree import path_text
 from jaxremat.trial.details import HeldBytes, LargeBuffer, PeakPlace, StateOnMesh
 from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
@@ -114,9 +115,10 @@ def state_on_mesh(trials: Trials) -> tuple[StateOnMesh, ...]:
     Empty for one device.
     """
     parts: dict[str, list[LeafOnMesh]] = defaultdict(list)
+    frozen = {f"params/{path_text(path)}" for path, _ in trials.workload_at().frozen}
     for leaf in trials.arguments_on_mesh():
         if not leaf.is_batch:
-            parts[role_of(leaf.name)].append(leaf)
+            parts["frozen parameters" if leaf.name in frozen else role_of(leaf.name)].append(leaf)
     return tuple(
         StateOnMesh(
             category=category,

@@ -43,6 +43,7 @@ class StepRecord(AnyRecord):
 
     Attributes:
         num_params: number of parameters.
+        num_trained: number of those that are trained. None where all are.
         requested_policy: the policy as it was requested, such as `auto`.
         policy: the policy of the step.
         target: name of the target.
@@ -74,6 +75,7 @@ class StepRecord(AnyRecord):
     """
 
     num_params: int
+    num_trained: int | None = None
     requested_policy: str
     policy: str
     target: str
@@ -137,11 +139,13 @@ class TrialRecord(StepRecord):
         step_max_s: the slowest of them.
         tokens_per_s: tokens per second; None where the workload doesn't say how many tokens a batch has.
         samples_per_s: samples per second; None where nobody has counted the samples.
-        model_flops: FLOPs that the workload says a step needs; `base_flops` where it doesn't say.
+        model_flops: FLOPs that the workload says a step needs that trains all parameters; `base_flops` where it doesn't say.
         executed_flops: FLOPs that the compiled step executes.
         base_flops: FLOPs that it executes under `none` (`trial/base.py`). None for a probe, a training, or if XLA rejects that.
         recompute_overhead_percent: how far `executed_flops` are above `base_flops`.
-        mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs.
+        mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs. With frozen parameters `base_flops`,
+            because a step that computes no gradients of them needs fewer than `model_flops`.
+        full_training_mfu: `model_flops` a second, as `mfu`, where parameters are frozen: as if all were trained.
         predicted: the predicted time and its terms.
         predicted_interval: how much longer a real step may take, as shares: (-0.16, 0.16) is 16 % shorter to 16 % longer.
         paired_error: the share by which predicted times of two steps of the model have to differ for one to be the faster.
@@ -181,6 +185,7 @@ class TrialRecord(StepRecord):
     base_flops: int | None = None
     recompute_overhead_percent: float | None = None
     mfu: float | None = None
+    full_training_mfu: float | None = None
     predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
     paired_error: float | None = None

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxremat.chips.installed import versions
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.spec import Policy
 from jaxremat.trial.findings import findings
@@ -57,6 +58,7 @@ class About:
             record=self.kind,
             model=trials.factory.name,
             num_params=trials.workload_at().num_params,
+            num_trained=trials.workload_at().num_trained,
             requested_policy=self.requested,
             policy=str(self.policy),
             target=trials.target.name,
@@ -128,6 +130,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     of_all = workload.model_flops, workload.num_tokens, trials.samples_at(batch)
     flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
     flops = base if flops is None else flops
+    needed = flops if workload.num_trained is None else base
     peak = timing.peak_bytes if timing else None
     outside = timing.outside if timing else None
     executed = executed_flops(compilation.module).total
@@ -159,7 +162,8 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         executed_flops=executed,
         base_flops=base,
         recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
-        mfu=flops / (step_s * peak_flops_of(compilation.module, speed)) if flops and step_s and speed else None,
+        mfu=_share_of_peak(needed, step_s, compilation, speed),
+        full_training_mfu=None if needed is flops else _share_of_peak(flops, step_s, compilation, speed),
         predicted=predicted,
         predicted_interval=speed.interval if speed else None,
         paired_error=speed.paired_error if speed else None,
@@ -170,6 +174,14 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         findings=found,
         kept=saved_and_recomputed(compilation),
     )
+
+
+def _share_of_peak(flops: float | None, step_s: float | None, done: Compilation, speed: DeviceSpeed | None) -> float | None:
+    """FLOPs a second as a share of the device's peak.
+
+    None where the FLOPs or the time aren't known.
+    """
+    return flops / (step_s * peak_flops_of(done.module, speed)) if flops and step_s and speed else None
 
 
 def _per_second(number: float | None, step_s: float | None) -> float | None:

@@ -39,6 +39,7 @@ from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
+from jaxremat.xla.buffers import Category
 from jaxremat.xla.compile import LEAST_LIMIT, Compilation, lower_and_compile
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import preset_options
@@ -323,7 +324,7 @@ class Trials:
             CompileError: XLA rejected it.
         """
         workload, train = workload or self.workload_of(batch), self.train_at(batch)
-        return lower_and_compile(
+        done = lower_and_compile(
             make_step(workload, train, policy),
             abstract_args(workload, train),
             self.target,
@@ -335,6 +336,9 @@ class Trials:
             shardings=step_shardings(self.target.mesh, workload, train) if self.target.mesh else None,
             limit_bytes=limit_bytes or self.limit_bytes,
         )
+        paths = (jax.tree_util.keystr(path) for path, _ in workload.frozen)
+        frozen: dict[str, Category] = {f"state.params{path}": "frozen parameters" for path in paths}
+        return dataclasses.replace(done, roles=frozen) if frozen else done
 
     @property
     def speaks_early(self) -> bool:

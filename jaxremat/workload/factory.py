@@ -23,9 +23,11 @@ from jaxremat.mesh.sharding import AnyMesh, axes_in, tracing_for, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
+from jaxremat.policy.tree import path_text
 from jaxremat.policy.with_policy import find_layers
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.samples import Growth, growth
+from jaxremat.workload.trainable import Narrowed
 from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
@@ -62,6 +64,7 @@ class WorkloadFactory:
         mesh: the devices that the workload's functions are traced for, whose axes their sharding constraints name. None for one
             device.
         target: the `Target` that they are traced for. None where it isn't known.
+        narrowed: the patterns of --train-only and --freeze, among the parameters that the workload trains.
     """
 
     given_name: str
@@ -74,6 +77,7 @@ class WorkloadFactory:
     requested: Mapping[str, Any] = field(default_factory=dict, hash=False)
     mesh: AnyMesh | None = None
     target: Any = None
+    narrowed: Narrowed = Narrowed()
 
     @property
     def name(self) -> str:
@@ -117,7 +121,7 @@ class WorkloadFactory:
     def config(self) -> dict[str, Any]:
         """The requested workload, as records hold it under `config.model`."""
         layout = {name: value for name, value in self.options.items() if name == "scan_layers"}
-        return {"name": self.name, **self.requested, **layout}
+        return {"name": self.name, **self.requested, **layout, **self.narrowed.config()}
 
     def facts(self, train: TrainConfig) -> Facts:
         """What records say of a step and only some workloads have."""
@@ -199,7 +203,10 @@ class WorkloadFactory:
     def layers_at(self, batch: int | None, train: TrainConfig, mesh: AnyMesh | None = None) -> FoundLayers | None:
         """Its repeated layers at a batch, for the planner. None for a workload that is a step."""
         workload = self._made(batch, train)
-        return workload.own_layers.found(mesh) if workload.own_layers else _layers_in(workload)
+        if workload.own_layers is None:
+            return _layers_in(workload)
+        found = workload.own_layers.found(mesh)
+        return replace(found, kinds=tuple(replace(kind, frozen=_frozen_leaves(workload, kind.args)) for kind in found.kinds))
 
     def _options(self, train: TrainConfig | None) -> dict[str, Any]:
         """The keywords of `make`, as the training step has them. None leaves the defaults."""
@@ -222,6 +229,8 @@ class WorkloadFactory:
                 made = with_functions(made, lambda function, part: self._traced(function, made.mesh))
             if self.layers and made.loss is not None:
                 made = replace(made, layers=self.layers)
+            if self.narrowed and made.loss is not None:
+                made = replace(made, trainable=replace(self.narrowed, own=made.trainable))
             if self.has_free_batch and made.samples is None:
                 made = self._counted(made, batch, train)
             for other in [other for other in self._made_before if other[0] is not None]:
@@ -297,6 +306,15 @@ def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int
         parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes_in([divided]))
         if rate and base == 0:
             yield (Fraction(parts) / rate).numerator
+
+
+def _frozen_leaves(workload: Workload, args: Any) -> frozenset[int]:
+    """The numbers of the leaves of a Flax layer's arguments that are frozen in every layer."""
+    trained_leaves = jax.tree.leaves_with_path(workload.trained_params)
+    ends = [[f"/{path_text(path)}" for path, _ in leaves] for leaves in (workload.frozen, trained_leaves)]
+    names = [path_text(path).partition("/params")[2] or "." for path, _ in jax.tree.leaves_with_path(args)]
+    frozen, trained = ([any(end.endswith(name) for end in some) for name in names] for some in ends)
+    return frozenset(number for number in range(len(names)) if frozen[number] and not trained[number])
 
 
 def _layers_in(workload: Workload) -> FoundLayers | None:

@@ -8,13 +8,14 @@ A preset, a `config.json` and a file of the user's own are values of this class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.source import source_hash
+from jaxremat.workload.trainable import Narrowed
 
 if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
@@ -83,3 +84,14 @@ def given_model(given: GivenModel) -> Model:
 
     no_effect = {"sample_tokens": "the workload writes no text"}  # unless its code says how
     return Model(given.spec, asdict(given), factory, no_effect=no_effect, source_hash=lambda: source_hash(given.spec))
+
+
+def narrowed(model: Model, to: Narrowed) -> Model:
+    """The model of which only some parameters are trained."""
+    if not to:
+        return model
+
+    def factory(*args: Any) -> "WorkloadFactory":
+        return replace(model.factory(*args), narrowed=to)
+
+    return replace(model, factory=factory, config={**model.config, **to.config()})

@@ -26,10 +26,12 @@ from jaxremat.errors import UsageError, reject
 from jaxremat.mesh.sharding import given_sharding
 from jaxremat.policy.spec import OWN, Policy
 from jaxremat.policy.state import shared_variable, split_trained
+from jaxremat.policy.tree import combine, path_text
 from jaxremat.policy.with_policy import with_policy
 from jaxremat.units import gib
 from jaxremat.workload.own_layers import OwnLayers
 from jaxremat.workload.samples import Samples, samples_of_one
+from jaxremat.workload.trainable import Narrowed, Trainable, trained_paths
 
 if TYPE_CHECKING:
     import optax
@@ -44,7 +46,7 @@ _FUNCTIONS = (
 #: The fields that go with a loss alone.
 _OF_LOSS = (
     *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "measured", "optimizer", "layers", "loss_under"),
-    *("matrix_axes", "logical_axes", "own_layers", "as_config"),
+    *("matrix_axes", "logical_axes", "own_layers", "as_config", "trainable"),
 )
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
@@ -90,6 +92,10 @@ class Workload:
         eval_batches: makes an iterator of batches to evaluate on. Without it nothing is evaluated.
         measured: the batches of measured steps (`Measured`). By default `batches`.
         optimizer: the optimizer. Without it --optimizer chooses one.
+        trainable: which parameters are trained: glob patterns of names in their paths, such as `lora_*`, or a function of a path,
+            such as `layers/mlp/kernel`, and a shape. The others are frozen: they have no gradients, no optimizer state, and the
+            dtype that they come in, which may be an integer one. By default all float leaves are trained.
+        frozen_dtype: the dtype that frozen float leaves are stored in. By default their own.
         layers: glob patterns of the scopes of the repeated layers, such as `blocks_*`, where they aren't found without help.
         model_flops: FLOPs of the step of one microbatch without recomputation, for MFU. Default: those under `none`.
         num_tokens: tokens in one microbatch. With it tokens per second are shown, and without it samples per second.
@@ -138,6 +144,8 @@ class Workload:
     eval_batches: Callable[[], Iterator[Any]] | None = None
     measured: Measured | None = None
     optimizer: "optax.GradientTransformation | None" = None
+    trainable: Trainable | Narrowed = None
+    frozen_dtype: str = ""
     layers: str | tuple[str, ...] | None = None
     model_flops: int | None = None
     num_tokens: int | None = None
@@ -181,15 +189,45 @@ class Workload:
 
         On a mesh of its own, they and the other arrays of the workload have the shardings by which they lie on it.
         """
-        return jax.tree.map(self._as_struct, self.params)
+        return self.stored(jax.tree.map(self._as_struct, self.params))
 
     @property
     def trained_params(self) -> Any:
         """The parameters that are differentiated, as shapes.
 
-        These are the float leaves, of an NNX model those of its `nnx.Param`.
+        These are the float leaves, of an NNX model those of its `nnx.Param`, which `trainable` chooses among.
         """
-        return split_trained(self.abstract_params)[0]
+        return self.split(self.abstract_params)[0]
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """`params` with only the trained leaves, and `params` with only the others.
+
+        The leaves left out are None.
+        """
+        return split_trained(params, None if self.trainable is None else self._trained.__contains__)
+
+    @property
+    def frozen(self) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
+        """The paths and shapes of the leaves that `trainable` doesn't choose.
+
+        Empty where all are trained.
+        """
+        return [] if self.trainable is None else jax.tree.leaves_with_path(self.split(self.abstract_params)[1])
+
+    @functools.cached_property
+    def _trained(self) -> frozenset[str]:
+        """The paths of the trained parameters."""
+        floats, _ = split_trained(jax.tree.map(as_struct, self.params))
+        return trained_paths(self.trainable, {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(floats)})
+
+    def stored(self, params: Any) -> Any:
+        """`params` as a step's state has them: the frozen float leaves are in `frozen_dtype`."""
+        if self.trainable is None or not self.frozen_dtype:
+            return params
+        floats, others = self.split(params)
+        dtype = jnp.dtype(self.frozen_dtype)
+        frozen, rest = split_trained(others)
+        return combine(floats, combine(jax.tree.map(lambda leaf: _as_dtype(leaf, dtype), frozen), rest))
 
     @property
     def abstract_batch(self) -> Any:
@@ -239,12 +277,20 @@ class Workload:
 
     @property
     def num_params(self) -> int:
-        """The number of trained values, those of the float leaves; 0 for a workload that is a step."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.trained_params))
+        """The number of values in the float leaves, trained and frozen.
+
+        0 for a workload that is a step.
+        """
+        return sum(leaf.size for leaf in jax.tree.leaves(split_trained(self.abstract_params)[0]))
+
+    @property
+    def num_trained(self) -> int | None:
+        """The number of trained values. None where `trainable` chooses none of them."""
+        return None if self.trainable is None else sum(leaf.size for leaf in jax.tree.leaves(self.trained_params))
 
     @property
     def param_dtypes(self) -> tuple[str, ...]:
-        """The dtypes of the float leaves of the parameters, each once."""
+        """The dtypes of the trained leaves of the parameters, each once."""
         return tuple(dict.fromkeys(str(leaf.dtype) for leaf in jax.tree.leaves(self.trained_params)))
 
     @property
@@ -353,6 +399,10 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
         return leaf
     found = jax.eval_shape(lambda x: x, leaf)
     return jax.ShapeDtypeStruct(found.shape, found.dtype, weak_type=found.weak_type)
+
+
+def _as_dtype(leaf: Any, dtype: jnp.dtype) -> Any:
+    return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
 
 
 def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:

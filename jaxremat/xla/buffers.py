@@ -20,6 +20,7 @@ from typing import Literal, get_args
 
 Category = Literal[
     "parameters",
+    "frozen parameters",
     "optimizer state",
     "gradients",
     "residuals",
@@ -44,7 +45,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 #: itself counts as workspace. On several devices a parameter that was gathered, and a gradient that is not yet added up over
 #: the devices, are apart from what a device stores of them all the time.
 SOURCES: dict[str, tuple[str, ...]] = {
-    "parameters": ("parameters", "gathered parameters"),
+    "parameters": ("parameters", "frozen parameters", "gathered parameters"),
     "gradients": ("gradients", "unreduced gradients"),
     "optimizer state": ("optimizer state",),
     "activations": ("residuals", "recompute", "working set", "logits and loss"),

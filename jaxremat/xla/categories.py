@@ -23,6 +23,8 @@ _ROLES: tuple[tuple[str, Category], ...] = (
     (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
     (r"(^|\W)(params?|weights?|kernels?|variables|batch_stats)(\W|$)", "parameters"),
 )
+#: The categories of parameters. Those that are frozen are told by the workload, and not by their paths.
+PARAMETERS: tuple[Category, ...] = ("parameters", "frozen parameters")
 _LOSS = re.compile(r"logit|cross_entropy|xent|log_softmax|logsumexp|unembed|lm_head", re.IGNORECASE)
 
 #: `rematted_computation`, or a `jvp(` in a part of the scope after one with `transpose(`. A checkpoint in unrolled code has such
@@ -133,8 +135,7 @@ def speaks_of_loss(op_name: str, functions: tuple[str, ...]) -> bool:
 
 #: The rules in order. The rules for gradients and residuals look at where a value is made and where it is last read.
 RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
-    ("parameters", lambda e: e.role == "parameters"),
-    ("optimizer state", lambda e: e.role == "optimizer state"),
+    *((role, lambda e, role=role: e.role == role) for role in (*PARAMETERS, "optimizer state")),
     ("inputs", lambda e: e.role is not None),
     ("gradients", lambda e: e.is_output and phase_of(e.op_name) == "backward"),
     ("outputs", lambda e: e.is_output),

@@ -74,6 +74,7 @@ class Compilation:
         device_spaces: XLA's memory spaces that are the device's memory (`Chip.device_spaces`).
         is_too_large: whether XLA rejected the program as too large. There is no program then, and `memory` has the bytes that it
             needs and nothing else.
+        roles: as of `read_map`, the categories of arguments whose path doesn't show them. None for none.
     """
 
     memory: CompiledMemory
@@ -88,6 +89,7 @@ class Compilation:
     num_elsewhere: int = 0
     device_spaces: Collection[int] | None = None
     is_too_large: bool = False
+    roles: Mapping[str, Category] | None = None
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -107,13 +109,13 @@ class Compilation:
     @functools.cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """What the collectives of the program exchange. Empty for one device."""
-        return exchanges(self.module, self.mesh)
+        return exchanges(self.module, self.mesh, self.roles)
 
     @functools.cached_property
     def memory_map(self) -> MemoryMap:
         """The memory map: every buffer with its place, its live range and its category.
 
-        The categories of arguments follow from their paths.
+        The categories of arguments follow from their paths and `roles`.
 
         Raises:
             ValueError: the program was compiled without `keep_dump`.
@@ -122,7 +124,7 @@ class Compilation:
         self._check_program()
         if self.dump is None:
             raise ValueError("compile with keep_dump=True")
-        return self.map_with(self.dump, None)
+        return self.map_with(self.dump, self.roles)
 
     def map_with(self, dump: Dump, roles: Mapping[str, Category] | None) -> MemoryMap:
         """The memory map by a dump of the program, with the `roles` of `read_map`."""

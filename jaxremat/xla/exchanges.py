@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxremat.mesh.axes import MeshAxes
-from jaxremat.xla.categories import CollectiveUse, Roles, phase_of, role_of
+from jaxremat.xla.categories import PARAMETERS, CollectiveUse, Roles, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
 from jaxremat.xla.hlo import Computation, Instruction, Module, executed
@@ -66,7 +66,7 @@ def exchanges(module: Module, mesh: MeshAxes, roles: Roles | None = None) -> tup
         return ()
     known, callers = dependences(module), find_callers(module)
     arguments = module.entry_computation.parameters
-    params = frozenset(i.name for i in arguments if role_of(i.op_name or i.name, roles) == "parameters")
+    params = frozenset(i.name for i in arguments if role_of(i.op_name or i.name, roles) in PARAMETERS)
     sizes = _parameter_sizes(tuple(argument for argument in arguments if argument.name in params))
     return tuple(
         exchange
