@@ -227,7 +227,8 @@ class _Reader:
         argument = self.arguments.get(raw.parameter) if raw.parameter is not None else None
         if argument is not None:
             path = argument.op_name or argument.name
-            name, shape, origin = argument.name + "{}", raw.values[0].shape if raw.values else "", NO_ORIGIN
+            name, origin = argument.name + "{}", NO_ORIGIN
+            shape = next((value.shape for value in raw.values if value.name == name), "")
             evidence = Evidence(role=self._role(path))
         else:
             unknown = HloValue(f"allocation.{raw.number}{{}}", False, 0, 0, "")
