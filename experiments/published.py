@@ -6,6 +6,8 @@
 * `fits`: the number of `jaxremat.chips.nvidia.tables` that comes from these steps (`TRAINING_SHARE`), fitted to all of them, and
   to all but those of one source. Each step of the source that was left out is then predicted by a number that doesn't know it. A
   source is a repository.
+* `steps` and `fits` with a TPU as the `--target`: the same for its steps. The numbers are those of `[fitted]` in its TOML, and a
+  source is a repository and a recipe in it.
 * `alone`: the seconds of whole steps on one GPU, which `experiments.gpu_check` measured, beside the predicted ones.
 * `bytes`: the memory that MaxText printed on real chips, beside that of its own step, compiled here, and of our decoder's:
   `--parts bytes --target t4`. XLA's own rematerialization runs, as it did there.
@@ -18,6 +20,7 @@ versions isn't compiled again, and only predicted anew. So without MaxText its f
 all.
 """
 
+import functools
 import lzma
 import math
 import re
@@ -33,13 +36,16 @@ from cyclopts import Parameter
 
 from experiments.common import RESULTS, Row, run_experiment
 from jaxremat.chips.speed import SEVERAL_GPUS
+from jaxremat.chips.tpu.device import Fitted, load_tpu, tpu_names
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.report.table import gib_number
 from jaxremat.system.files import parse_toml, write_whole
 
 if TYPE_CHECKING:
     from jaxremat.chips.speed import DeviceSpeed
+    from jaxremat.mesh.axes import MeshShape
     from jaxremat.xla.hlo import Module
+    from jaxremat.xla.kernels import Kernel, Wait
 
 Part = Literal["steps", "fits", "alone", "bytes"]
 FILE = Path(__file__).with_suffix(".toml")
@@ -49,11 +55,20 @@ DECODER = Path(__file__).parent.parent / "examples" / "configs" / "Qwen3-0.6B.js
 
 #: The values that `fits` tries for `TRAINING_SHARE`.
 TRAINING_SHARES = tuple(n / 100 for n in range(70, 101))
+#: The values that `fits` tries for the numbers of a generation of TPUs (`jaxremat.chips.tpu.device.Fitted`).
+TPU_NUMBERS: Mapping[str, Sequence[float]] = {
+    "cycles_per_s": [n * 1e7 for n in range(100, 301, 5)],
+    "attention_share": [n / 100 for n in range(16, 91, 2)],
+    "bandwidth_share": [n / 100 for n in range(40, 101, 2)],
+}
 #: What a program says of its source: tables of files and frames, and each instruction's place. Filed programs are without it, but
-#: for the scope of an embedding's gradient.
-_SOURCE = re.compile(
-    r'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{(?!op_name="[^"]*scatter-add")(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}',
-    re.DOTALL | re.MULTILINE,
+#: for the scope of an embedding's gradient, and of a TPU's matmuls and kernels of Pallas, which have no other name.
+_SOURCE, _TPU_SOURCE = (
+    re.compile(
+        rf'^FileNames$.*?^(?=%|ENTRY)|, metadata=\{{(?!op_name="[^"]*(?:{scopes})")(?:[^{{}}"]|"(?:[^"\\]|\\.)*")*\}}',
+        re.DOTALL | re.MULTILINE,
+    )
+    for scopes in ("scatter-add", "scatter-add|dot_general|pallas_call")
 )
 
 
@@ -64,7 +79,7 @@ class Flags:
     rows: Path = FILE
     """What was published. Another file's results go to another --out."""
     target: str = "h100-80gb"
-    """The folder of the results, and of bytes the chip. Steps on several GPUs name their own."""
+    """The folder of the results, and the chip of bytes and of steps on TPUs. Steps on several GPUs name their own."""
     fresh: bool = False
     """Compile the steps again whose programs are filed."""
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = ("steps",)
@@ -140,13 +155,14 @@ class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of published steps."""
 
     step: tuple[Published, ...] = ()
+    tpu: tuple[Published, ...] = ()
     alone: tuple[Published, ...] = ()
     bytes: tuple[PublishedBytes, ...] = ()
 
     @property
     def all(self) -> tuple[Published, ...]:
         """The steps of all parts."""
-        return (*self.step, *self.alone, *self.bytes)
+        return (*self.step, *self.tpu, *self.alone, *self.bytes)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +216,8 @@ def program_of(step: Published, flags: Flags) -> "tuple[Program, Module]":
     from jaxremat.chips.installed import version_of
     from jaxremat.xla.hlo import parse
 
-    versions = {name: version_of(name) for name in ("jaxlib", "jax-cuda13-plugin")}
+    compiler = "libtpu" if step.target in tpu_names() else "jax-cuda13-plugin"
+    versions = {name: version_of(name) for name in ("jaxlib", compiler)}
     path = flags.out / "published" / f"{step.name}.hlo.xz"
     if path.is_file() and not flags.fresh:
         header, _, text = lzma.decompress(path.read_bytes()).decode().partition("\n")
@@ -209,7 +226,7 @@ def program_of(step: Published, flags: Flags) -> "tuple[Program, Module]":
             return filed, parse(text)
     print(f"compiling {step.name} ...", file=sys.stderr)
     program, text = _compiled(step, versions)
-    text = _SOURCE.sub("", text)
+    text = (_TPU_SOURCE if step.target in tpu_names() else _SOURCE).sub("", text)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lzma.compress(msgspec.json.encode(program) + b"\n" + text.encode()))
     return program, parse(text)
@@ -220,7 +237,7 @@ def _compiled(step: Published, versions: dict[str, str | None]) -> tuple[Program
     from jaxremat.session.session import Session
 
     on: dict[str, Any] = {"target": step.target, "mesh": step.mesh, "devices": step.devices, "nodes": step.nodes}
-    on |= {"xla_preset": step.xla_preset, "mem_fraction": step.mem_fraction}
+    on |= {"xla_preset": step.xla_preset, "mem_fraction": None if step.target in tpu_names() else step.mem_fraction}
     session = Session(step.maxtext or step.model, **{name: value for name, value in on.items() if value}, **step.options)
     trials = replace(session.trials, xla_preset=step.xla_preset, options=step.xla)
     policy = trials.factory.checked(parse(step.policy), trials.train, trials.target.mesh)
@@ -241,14 +258,18 @@ def _compiled(step: Published, versions: dict[str, str | None]) -> tuple[Program
 
 def speed_on(program: Program) -> "DeviceSpeed | None":
     """The rates of a program's chip, with the links of its mesh."""
-    from jaxremat.chips.nvidia.gpu import load_gpu
-    from jaxremat.chips.nvidia.speed import speed_of
+    from jaxremat.chips.catalog import chip_of, describe
+
+    target = program.step["target"]
+    speed = chip_of(target).speed(describe(target)[1], _mesh_of(program))
+    return replace(speed, links=replace(speed.links, order=program.order)) if speed and speed.links else speed
+
+
+def _mesh_of(program: Program) -> "MeshShape | None":
+    """As many devices as a program's, on as many nodes."""
     from jaxremat.mesh.axes import MeshShape
 
-    num_devices = program.num_devices
-    mesh = MeshShape(fsdp=num_devices, nodes=program.nodes) if num_devices > 1 else None
-    speed = speed_of(load_gpu(program.step["target"])[1], mesh)
-    return replace(speed, links=replace(speed.links, order=program.order)) if speed and speed.links else speed
+    return MeshShape(fsdp=program.num_devices, nodes=program.nodes) if program.num_devices > 1 else None
 
 
 def predicted(program: Program, module: "Module") -> dict[str, float]:
@@ -301,10 +322,10 @@ def row_of(step: Published, flags: Flags) -> Row:
 def measure_steps(flags: Flags) -> Iterator[Row]:
     """Every published step, with the predicted time and the share by which the measured one is longer."""
     rows = list[Row]()
-    for step in _rows(flags).step:
+    for step in _steps(flags):
         rows.append(row_of(step, flags))
         yield rows[-1]
-    if flags.out == RESULTS:
+    if flags.out == RESULTS and flags.target not in tpu_names():
         draw_steps(rows, DOCS / "published_steps.png")
 
 
@@ -315,6 +336,9 @@ def measure_fits(flags: Flags) -> Iterator[Row]:
     """
     from jaxremat.xla.clock import predict_step_time
 
+    if flags.target in tpu_names():
+        yield from measure_tpu_fits(flags)
+        return
     of_source: dict[str, list[str]] = {}
     longer: dict[str, dict[float, float]] = {}
     for step in _rows(flags).step:
@@ -340,6 +364,54 @@ def measure_fits(flags: Flags) -> Iterator[Row]:
             "most_off": max(off, key=abs),
             "off": off,
         }
+
+
+def measure_tpu_fits(flags: Flags) -> Iterator[Row]:
+    """The numbers of a generation of TPUs, fitted to all of its steps and to all but those of one source.
+
+    The fit is the least sum of |log(measured / predicted)|, which a single odd step doesn't bend.
+    """
+    from jaxremat.xla.kernels import events_of
+
+    known = list[tuple[str, Callable[[tuple[float, ...]], float]]]()
+    for step in _steps(flags):
+        program, module = program_of(step, flags)
+        longer = functools.partial(_longer, step, program, events_of(module))
+        known.append((step.source.partition(";")[0], functools.cache(longer)))
+    for source in ("nothing", *dict.fromkeys(source for source, _ in known)):
+        if others := [longer for of, longer in known if of != source]:
+            numbers = _fitted_to(others)
+            off = [longer(numbers) for of, longer in known if source in ("nothing", of)]
+            yield {
+                "without": source,
+                "num_steps": len(off),
+                **dict(zip(TPU_NUMBERS, numbers, strict=True)),
+                "median_off": statistics.median(map(abs, off)),
+                "most_off": max(off, key=abs),
+                "off": off,
+            }
+
+
+def _longer(step: Published, program: Program, events: "Sequence[Kernel | Wait]", numbers: tuple[float, ...]) -> float:
+    """How much longer a step on TPUs took than predicted by the numbers of `TPU_NUMBERS`."""
+    from jaxremat.chips.tpu.speed import tpu_speed
+    from jaxremat.xla.clock import seconds_of
+
+    fitted = Fitted(**dict(zip(TPU_NUMBERS, numbers, strict=True)), error=0.0, paired_error=0.0, source="")
+    speed = tpu_speed(replace(load_tpu(step.target), fitted=fitted), _mesh_of(program))
+    assert speed is not None, "the links of a TPU with published steps are known"
+    return step.measured_s / seconds_of(events, speed).step_s - 1
+
+
+def _fitted_to(steps: Sequence[Callable[[tuple[float, ...]], float]]) -> tuple[float, ...]:
+    """The numbers of `TPU_NUMBERS` by which steps are predicted best: one after the other, until none changes."""
+    best, before = tuple(map(statistics.median_low, TPU_NUMBERS.values())), None
+    while best != before:
+        before = best
+        for place, tried in enumerate(TPU_NUMBERS.values()):
+            around = [(*best[:place], number, *best[place + 1 :]) for number in tried]
+            best = min(around, key=lambda numbers: sum(abs(math.log1p(longer(numbers))) for longer in steps))
+    return best
 
 
 def measure_alone(flags: Flags) -> Iterator[Row]:
@@ -374,6 +446,21 @@ def measure_bytes(flags: Flags) -> Iterator[Row]:
         yield rows[-1]
     if flags.out == RESULTS:
         draw_bytes(rows, DOCS / "published_bytes.png", f"published steps on a {flags.target}")
+
+
+def _steps(flags: Flags) -> Sequence[Published]:
+    """The steps on several GPUs, or those on TPUs of the target.
+
+    Raises:
+        UsageError: none is one of the target.
+    """
+    rows = _rows(flags)
+    if flags.target not in tpu_names():
+        return rows.step
+    if found := [step for step in rows.tpu if step.target == flags.target]:
+        return found
+    have = sorted({step.target for step in rows.tpu})
+    raise UsageError(f"no published step is one of {flags.target}", allowed=", ".join(have))
 
 
 def _rows(flags: Flags) -> Rows:
@@ -433,7 +520,7 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
     "fits": (
         measure_fits,
         1,
-        ("without", "num_steps", "training_share", "median_off", "most_off"),
+        ("without", "num_steps", "training_share", *TPU_NUMBERS, "median_off", "most_off"),
     ),
     "alone": (measure_alone, 1, ("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s")),
     "bytes": (
@@ -459,6 +546,9 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "longer": ("longer", "{:+.1%}".format),
     "num_steps": ("steps", str),
     "training_share": ("in training", str),
+    "cycles_per_s": ("cycles/s", "{:.3g}".format),
+    "attention_share": ("attention", "{:.2f}".format),
+    "bandwidth_share": ("bandwidth", "{:.2f}".format),
     "median_off": ("median off", "{:.1%}".format),
     "most_off": ("most off", "{:+.1%}".format),
     "matmul_s": ("matmuls", SECONDS),

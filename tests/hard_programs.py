@@ -130,6 +130,80 @@ def two_inputs_with_checkpoints(params: Any, x: jax.Array) -> jax.Array:
     return jnp.square(encoded(x) - 2 * encoded(-x)).mean()
 
 
+def a_counter(params: Any, x: jax.Array) -> jax.Array:
+    """The scan's counter picks each layer's parameters, under a checkpoint of the author's."""
+
+    @jax.checkpoint
+    def layer(x: jax.Array, i: jax.Array) -> jax.Array:
+        return dense({name: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for name, leaf in params.items()}, x)
+
+    return jnp.square(jax.lax.scan(lambda x, i: (layer(x, i), None), x, jnp.arange(LAYERS))[0]).mean()
+
+
+def a_fori_loop(params: Any, x: jax.Array) -> jax.Array:
+    """A loop without slices or outputs, which carries its counter."""
+    return jnp.square(
+        jax.lax.fori_loop(0, LAYERS, lambda i, x: dense({n: leaf[i] for n, leaf in params.items()}, x), x)
+    ).mean()
+
+
+def complex_values(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = dense(w, x + jnp.fft.irfft(jnp.exp(1j * jnp.fft.rfft(x).real) * 2j, WIDTH))
+    return jnp.square(x).mean()
+
+
+def steps_in_time(params: Any, x: jax.Array) -> jax.Array:
+    """A recurrence over slices of the data from the last to the first, with a carry of several values and outputs."""
+
+    def step(carry: Any, now: jax.Array) -> Any:
+        state, total = carry["state"], carry["total"]
+        state = dense(params, jnp.tanh(state + now))
+        return {"state": state, "total": total + state.sum()}, (state[0], now)
+
+    start = {"state": jnp.zeros_like(x[0]), "total": jnp.zeros(())}
+    end, (states, _) = jax.lax.scan(step, start, x, reverse=True)
+    return jnp.square(end["state"]).mean() + jnp.square(states).mean() + 0.1 * end["total"]
+
+
+def a_gradient_inside(params: Any, x: jax.Array) -> jax.Array:
+    """The loss reads a gradient by its input, as one of an energy and its forces does."""
+
+    def energy(x: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = dense(w, x)
+        return jnp.square(x).sum()
+
+    return jnp.square(jax.grad(energy)(x)).mean()
+
+
+def branches(params: Any, x: jax.Array) -> jax.Array:
+    """A part of each layer runs or not, as in stochastic depth."""
+    for i, w in enumerate(params):
+        x = jax.lax.cond(x.sum() > i - 2, lambda w, x: jnp.tanh(x @ w["in"]) @ w["out"] + x, lambda _, x: x, w, dense(w, x))
+    return jnp.square(x).mean()
+
+
+def a_first_layer_without_a_number(params: Any, x: jax.Array) -> jax.Array:
+    for i, w in enumerate(params):
+        with jax.named_scope(f"block.{i}" if i else "block"):
+            x = dense(w, x)
+    return jnp.square(x).mean()
+
+
+def blocks_of_steps(rate: jax.Array, x: jax.Array) -> jax.Array:
+    """Checkpoints around scans, with the arithmetic of times between them and no matmul at all."""
+
+    def step(x: jax.Array, time: jax.Array) -> Any:
+        return x + checkpoint_name(jnp.sin(rate * x + time), "wide"), None
+
+    for block in range(LAYERS):
+        times = 0.1 * jnp.arange(3 * block, 3 * block + 3)
+        x = jax.checkpoint(lambda x, times: jax.lax.scan(step, x, times)[0])(x, times)
+    return jnp.square(x).mean()
+
+
 KEY = jax.random.key(5)
 CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "unrolled": (plain_loss, weights(), X),
@@ -144,5 +218,13 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "two inputs": (one_encoder_for_two_inputs, weights(num_layers=LAYERS // 2), X),
     "two inputs, checkpoints": (two_inputs_with_checkpoints, weights(num_layers=LAYERS // 2), X),
     "a constant array": (a_constant_array, weights(), X),
+    "a counter": (a_counter, stacked(weights()), X),
+    "a fori_loop": (a_fori_loop, stacked(weights()), X),
+    "complex values": (complex_values, weights(), X),
+    "steps in time": (steps_in_time, weights()[0], X[:, None]),
+    "a gradient inside": (a_gradient_inside, weights(num_layers=LAYERS // 2), X),
+    "branches": (branches, weights(), X),
+    "a first layer without a number": (a_first_layer_without_a_number, weights(), X),
+    "blocks of steps": (blocks_of_steps, jnp.asarray(0.7), X),
     "bfloat16": (bfloat16_parameters, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights()), X),
 }

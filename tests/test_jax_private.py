@@ -122,6 +122,37 @@ def squared(x: Any) -> Any:
 squared.defvjp(lambda x: (x**2, x), lambda x, bar: (2 * x * bar,))
 
 
+@jax.custom_vjp
+def cubed(x: Any, power: Any) -> Any:
+    return x**power
+
+
+cubed.defvjp(
+    lambda x, power: (cubed(x, power), checkpoint_name(x**2, "square")), lambda square, bar: (3 * square * bar, None)
+)
+
+
+def test_the_forward_rule_of_a_derivative():
+    """Its integers aren't differentiated, and a function that it calls has no rule there."""
+    rule = jax_private.forward_rule(equations(lambda x: cubed(x, 3), X)[-1])
+    assert rule is not None
+    assert [name for name in map(jax_private.written_name, rule.eqns) if name] == ["square"]
+    assert jax_private.forward_rule(the("sin", jnp.sin, X)) is None
+
+
+def test_complex_results():
+    def of_complex(x: Any) -> Any:
+        z = jax.lax.complex(x, 2 * x).astype(jnp.complex64)
+        z = jnp.fft.fft(z) * jnp.exp(z @ z)
+        return z.real + z.imag, jnp.abs(z), jnp.fft.irfft(jnp.fft.rfft(x)), x.astype(jnp.complex64)
+
+    for eqn in jax.make_jaxpr(of_complex)(X).eqns:
+        if not [*jax_private.core.jaxprs_in_params(eqn.params)]:
+            results = any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in eqn.outvars)
+            avals = [var.aval for var in eqn.invars]
+            assert jax_private.makes_complex(eqn.primitive, avals, eqn.params) == results, eqn.primitive.name
+
+
 @pytest.mark.parametrize(("function", "name"), [(jax.jit(jnp.tanh), "tanh"), (jax.nn.relu, "relu"), (squared, "squared")])
 def test_what_is_called_and_its_name(function, name):
     eqn = equations(function, X)[-1]
@@ -204,6 +235,11 @@ def test_scopes():
         assert jax_private.named_scopes(eqn.source_info.name_stack) == ("outer", "inner")
     assert jax_private.named_scopes(jax_private.stack_of(("a", "b"))) == ("a", "b")
     assert jax_private.named_scopes(jax_private.stack_of()) == ()
+    backward = [
+        jax_private.is_transposed(eqn.source_info.name_stack) for eqn in equations(jax.grad(lambda x: scoped(x[0, 0])), X)
+    ]
+    assert backward[0] is False
+    assert any(backward)
 
 
 def test_the_context_of_an_equation():
@@ -211,7 +247,10 @@ def test_the_context_of_an_equation():
     (eqn,) = equations(jnp.sin, X)
 
     def again(x: Any) -> Any:
-        with jax.named_scope("around"), jax_private.context_of(eqn, jax_private.stack_of(("own",))):
+        with (
+            jax.named_scope("around"),
+            jax_private.context_of(eqn, jax_private.stack_of(("own",)), eqn.source_info.traceback),
+        ):
             return jnp.cos(x)
 
     (traced,) = equations(again, X)
@@ -223,7 +262,7 @@ def test_the_context_of_an_equation():
 def test_the_configuration_of_an_equation(partitionable):
     with jax.threefry_partitionable(partitionable):
         (eqn,) = equations(jnp.sin, X)
-    with jax.threefry_partitionable(not partitionable), jax_private.context_of(eqn, jax_private.stack_of()):
+    with jax.threefry_partitionable(not partitionable), jax_private.context_of(eqn, jax_private.stack_of(), None):
         assert jax.config.jax_threefry_partitionable == partitionable  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -32,6 +32,7 @@ WHEN_IMPORTED = {
     "scipy": "planner/solve.py",
     "msgspec": "model/hf.py config/rope.py trial/ cli/worker.py session/session.py training/run_folder.py",
     "cyclopts": "cli/ session/fields.py session/flags.py",
+    "pytest": "pytest_plugin.py",
     "rich": "report/",
 }
 #: What works on any function with JAX alone.
@@ -225,7 +226,7 @@ ALONE = [
     (
         calling("print"),
         "cli/run.py session/session.py cli/sweep.py cli/recommend.py cli/worker.py cli/doctor.py cli/watch.py "
-        "cli/command.py "
+        "cli/diff.py cli/command.py "
         "cli/main.py cli/parser.py cli/machine/probe.py report/printer.py system/interrupt.py",
     ),
     (calling(r"os\.environ\.set.*", r"os\.putenv"), "cli/command.py chips/tpu/topology.py"),

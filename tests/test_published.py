@@ -10,6 +10,7 @@ from experiments.common import RESULTS
 from experiments.kernel_times import whole_steps
 from experiments.published import FILE, Flags, read_rows
 from jaxremat.chips.nvidia.calibration import load_calibration
+from jaxremat.chips.tpu.device import load_tpu
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.policy.grammar import parse
 
@@ -26,6 +27,7 @@ policy = "nothing"
 measured_s = 1.0
 source = "none: made up"
 """
+ROWS = read_rows(FILE)
 BYTES = STEP.replace("[[step]]", "[[bytes]]") + "total_gib = 1.0\ntemp_gib = 0.5\n"
 
 
@@ -59,7 +61,7 @@ def test_the_rows_that_are_filed_can_be_read():
     rows = read_rows(FILE)
     assert {step.target for step in rows.step} == {"h100-80gb", "a100-80gb"}
     assert all(step.measured_s > 0 and step.source for step in (*rows.step, *rows.bytes))
-    for step in rows.step:
+    for step in (*rows.step, *rows.tpu):
         parse(step.policy)
 
 
@@ -77,7 +79,7 @@ def test_what_files_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("step", [*read_rows(FILE).step, *read_rows(FILE).alone], ids=lambda step: step.name)
+@pytest.mark.parametrize("step", [*ROWS.step, *ROWS.tpu, *ROWS.alone], ids=lambda step: step.name)
 def test_each_program_is_filed_as_its_row_says(step):
     """A row that changed is compiled again before its results are filed."""
     header = lzma.decompress((RESULTS / "published" / f"{step.name}.hlo.xz").read_bytes()).partition(b"\n")[0]
@@ -112,6 +114,19 @@ def test_the_filed_seconds_are_those_of_the_filed_programs():
     for step in read_rows(FILE).alone:
         for name, seconds in published.predicted(*published.program_of(step, Flags())).items():
             assert alone[step.name][name] == pytest.approx(seconds, rel=1e-6), (step.name, name)
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+@pytest.mark.parametrize("step", ROWS.tpu, ids=lambda step: step.name)
+def test_the_filed_seconds_of_a_tpu_are_those_of_its_program(step):
+    """They are within the interval of its generation."""
+    rows = {row["name"]: row for row in json.loads((RESULTS / step.target / "published.json").read_text())["steps"]}
+    for name, seconds in published.predicted(*published.program_of(step, Flags())).items():
+        assert rows[step.name][name] == pytest.approx(seconds, rel=1e-6), name
+    fitted = load_tpu(step.target).fitted
+    assert fitted is not None
+    assert abs(rows[step.name]["longer"]) <= fitted.error
 
 
 @pytest.mark.full

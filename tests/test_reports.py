@@ -167,6 +167,18 @@ def test_policies_side_by_side(snapshot):
     )
 
 
+def test_policies_beside_the_author_s_own_checkpoints(snapshot):
+    own, other = step("own", 8, 0.011), step("save:a", 16, 0.02, requested_policy="auto", total_bytes=9 * GIB)
+    assert snapshot == answers([own], [other])
+    no_fit = [explained("own", 8, total_bytes=20 * GIB, fits=False), explained("nothing", 8, total_bytes=4 * GIB, fits=True)]
+    paper = Paper()
+    printer = ExplainPrinter(paper.report)
+    for row in no_fit:
+        printer.row(row)
+    printer.all_done()
+    assert paper.show().splitlines()[-2:] == snapshot
+
+
 @pytest.mark.parametrize("host", [None, 12 * GIB], ids=["device", "host"])
 def test_an_attached_gpu(host, snapshot):
     """Both batches of a search were run, and three policies are ranked."""

@@ -254,6 +254,27 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     assert len(drawn) == 1
 
 
+def test_a_policy_that_fails_does_not_end_the_others(monkeypatch, h100, capsys):
+    """Its failure is a record, and the command's exit code 1. A failure of the only policy ends the command."""
+
+    def fails(session, requested, listener, first_batch) -> None:
+        if requested.text == "dots":
+            raise TypeError("reduce_precision does not accept complex64\nmore")
+        listener.record(trial(8, requested_policy=requested.text, policy=requested.text))
+
+    monkeypatch.setattr("jaxremat.session.answers.answer_policy", fails)
+    argv = f"{SMALL} --target h100-80gb --attention xla --batch 8 --json --policy".split()
+    assert main([*argv, "none", "dots", "nothing"]) == 1
+    first, failed, last = rows(capsys.readouterr().out)
+    assert (first["policy"], last["policy"]) == ("none", "nothing")
+    assert (failed["record"], failed["requested_policy"], failed["batch"]) == ("failure", "dots", 8)
+    assert failed["error"].splitlines() == ["TypeError: reduce_precision does not accept complex64"]
+    assert main([*argv, "dots"]) != 0
+    alone = capsys.readouterr()
+    assert alone.out == ""
+    assert "reduce_precision" in alone.err
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -33,7 +33,15 @@ NUM_DRAWN = 8
 BOTH = (("unrolled", "nothing"), ("scan", "every:2"))
 POLICIES = ("nothing", "dots", "every:2", "1*nothing|1*save:wide")
 #: Programs with many kinds of operations, each of which compiles on its own.
-MANY_OPERATIONS = ("keys in the carry", "raw keys in the carry", "integers", "bfloat16")
+MANY_OPERATIONS = (
+    "keys in the carry",
+    "raw keys in the carry",
+    "integers",
+    "bfloat16",
+    "complex values",
+    "steps in time",
+    "blocks of steps",
+)
 
 
 @functools.cache

@@ -14,19 +14,21 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat import attribution
+from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips import catalog
 from jaxremat.chips.catalog import call_kind
 from jaxremat.chips.target import Target, load_target
 from jaxremat.chips.tpu.attention import SPLASH, splash_attention
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.axes import MeshShape, parse_mesh
-from jaxremat.mesh.sharding import abstract_mesh
+from jaxremat.mesh.axes import ONE_DEVICE, MeshShape, parse_mesh
+from jaxremat.mesh.sharding import abstract_mesh, tracing_on
 from jaxremat.model.attention import choose_attention
 from jaxremat.model.decoder_workload import decoder_workload
 from jaxremat.model.layers import attend
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.jax_private import ResidualName, is_save_decision
+from jaxremat.policy.jax_private import FUSED_ATTENTION, ResidualName, is_save_decision
 from jaxremat.policy.spec import JaxPolicy, LayerPolicy
 from jaxremat.step.step import abstract_args, donated, make_step, step_shardings
 from jaxremat.xla import hlo
@@ -35,6 +37,7 @@ from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.flops import count_step_flops, executed_flops
 from jaxremat.xla.memory_map import read_map
 from tests.helpers import quick_jit
+from tests.roofline import SLOW
 
 B, T, H = 1, 256, 32
 MODEL = ModelConfig(
@@ -100,6 +103,35 @@ def test_on_a_mesh_each_device_has_its_sequences_and_heads():
     assert {tuple(spec)[:2] for spec in mapped.params["out_specs"]} == {("fsdp", "tensor")}
     alone = jax.make_jaxpr(splash_attention)(q, k, k)
     assert "shard_map" not in str(alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("batch", "axes", "window"),
+    [(2, ONE_DEVICE, 0), (2, MeshShape(fsdp=4), 0), (8, MeshShape(fsdp=4), 100), (2, MeshShape(fsdp=2, tensor=2), 0)],
+)
+def test_the_planner_saves_the_output_and_the_statistics_together(batch, axes, window):
+    """Their bytes and FLOPs are those of the batch on one device, also where the mesh doesn't divide the batch."""
+    length, heads, features = 256, 4, 32
+    mesh = abstract_mesh(axes) if axes.num_devices > 1 else None
+    attend = functools.partial(splash_attention, name=ResidualName("context"), window=window)
+
+    def layer(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        with tracing_on(mesh):
+            return checkpoint_name(attend(q, k, v), "y")
+
+    x = jax.ShapeDtypeStruct((batch, length, heads, features), jnp.bfloat16)
+    problem, ways = layer_problem(layer, (x, x, x), SLOW, share=Share(mesh, axes=axes) if mesh else ALONE)
+    (kernel,) = [op for op in problem.ops if op.together]
+    alone = count_step_flops(jax.make_jaxpr(attend)(x, x, x)).total
+    assert kernel.flops == alone // axes.tensor > 0
+    saved = [problem.values[v] for v in kernel.outputs]
+    each = batch * length * heads // axes.tensor
+    assert [value.num_bytes for value in saved] == [2 * each * features, 4 * each]  # bfloat16, and float32
+    assert {ways[value.name].primitive for value in saved} == {FUSED_ATTENTION}
+    assert all(value.saveable and value.needed and not value.offloadable for value in saved)
+    assert sum(op.flops for op in problem.ops) == kernel.flops
+    assert kernel.recompute_s >= kernel.flops / SLOW.flops_per_s("bf16", "attention") > 0
 
 
 def test_the_values_of_attention_are_the_chips_own():

@@ -77,8 +77,8 @@ def run_for(target: Any, budget_bytes: int = 2**30, **more: Any) -> Trials:
     return Trials(decoder_factory(preset("tiny").config, "cudnn"), TrainConfig(seq_len=64), target, budget_bytes, **more)
 
 
-def suggested(monkeypatch, run: Trials, total_bytes: Any) -> list[SuggestionRecord]:
-    """What is suggested in place of `none` at batch 4, where `total_bytes(trials, policy, batch)` are the bytes of a step."""
+def suggested(monkeypatch, run: Trials, total_bytes: Any, batch: int = BATCH) -> list[SuggestionRecord]:
+    """What is suggested in place of `none` at `batch`, where `total_bytes(trials, policy, batch)` are the bytes of a step."""
 
     def record(self: Trials, policy: Policy, batch: int, kind: str) -> TrialRecord:
         found = total_bytes(self, policy, batch)
@@ -87,7 +87,7 @@ def suggested(monkeypatch, run: Trials, total_bytes: Any) -> list[SuggestionReco
         return replace(row, fits=found is not None and found <= run.budget_bytes, error=None if found else "rejected")
 
     monkeypatch.setattr(Trials, "record", record)
-    found, _ = cheapest_suggestions(run, parse("none"), BATCH)
+    found, _ = cheapest_suggestions(run, parse("none"), batch)
     return found
 
 
@@ -96,6 +96,21 @@ def test_a_batch_that_cannot_be_compiled_leaves_the_other_fixes(h100, monkeypatc
         return None if batch < BATCH else 2**30 if str(policy) == "nothing" else 2**31
 
     assert [one.flags for one in suggested(monkeypatch, run_for(h100), total_bytes)] == ["--policy nothing"]
+
+
+def test_where_batches_that_fit_compile_for_minutes_the_suggested_ones_alone_are(h100, monkeypatch):
+    """Batches are tried from above, from what XLA says early."""
+    fitting: list[int] = []
+
+    def total_bytes(trials: Trials, policy: Policy, batch: int) -> int:
+        fitting.extend([batch] * (batch <= 16))
+        return batch * 2**26
+
+    monkeypatch.setattr(Trials, "speaks_early", True)
+    monkeypatch.setattr(Trials, "early_bytes", lambda trials, policy, batch: batch * 2**25)
+    found = suggested(monkeypatch, run_for(h100), total_bytes, batch=100)
+    assert {one.flags for one in found} == {"--batch 10 --accumulate 10", "--batch 16"}
+    assert fitting == [10, 16]
 
 
 def test_a_global_batch_stays_as_it_is(h100, monkeypatch):

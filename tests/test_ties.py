@@ -12,11 +12,11 @@ from jaxremat.chips.speed import PAIRED_ERROR
 from jaxremat.report.meshes import mesh_sentences, meshes_table
 from jaxremat.report.plan import layouts_sentences
 from jaxremat.report.recommend import best_sentences, explanations, recommend_table
-from jaxremat.report.sentences import tied_sentences
+from jaxremat.report.sentences import own_sentences, tied_sentences
 from jaxremat.report.steps import TIED, policy_table
 from jaxremat.trial.details import PlannedLayout
 from jaxremat.trial.recommendation import recommendation
-from jaxremat.trial.ties import ties, trial_ties
+from jaxremat.trial.ties import BesideOwn, beside_own, ties, trial_ties
 from tests.made_up_records import GIB, measured, plan, step
 from tests.made_up_tables import MESHES
 
@@ -57,6 +57,31 @@ def test_measured_steps_are_tied_where_single_ones_overlap(fastest, slowest, is_
     assert bool(trial_ties([best, other])) is is_tied
     assert trial_ties([best, step("b", 8, 0.0951, **PAIRED)]) == [], "one of them is predicted"
     assert len(tied_sentences([best, other])) == is_tied
+
+
+def test_the_best_policy_beside_the_author_s_own():
+    """By rate where both rates are known, and by bytes where they aren't or `own` doesn't fit."""
+    own, fast, small = (
+        step(policy, 8, step_s, total_bytes=size * GIB, **PAIRED)
+        for policy, step_s, size in (("own", 0.11, 10), ("auto", 0.1, 9), ("nothing", 0.12, 4))
+    )
+    found = beside_own([small, own, fast])
+    assert found
+    assert (found.own, found.best, found.is_tied) == (own, fast, False)
+    assert found.faster == pytest.approx(0.1)
+    near = beside_own([own, replace(fast, tokens_per_s=own.rate * 1.04)])
+    assert near
+    assert near.is_tied
+    slower = beside_own([own, small])
+    assert slower
+    assert slower.faster == pytest.approx(0.11 / 0.12 - 1)
+    assert beside_own([replace(own, fits=False), small, fast]) == BesideOwn(replace(own, fits=False), fast)
+    unknown = [replace(row, tokens_per_s=None) for row in (own, small, fast)]
+    assert beside_own(unknown) == BesideOwn(unknown[0], unknown[1])
+    for rows in ([own], [small, fast], [own, replace(fast, fits=False)], [own, replace(fast, error="x")]):
+        assert beside_own(rows) is None
+        assert own_sentences(rows) == []
+    assert all(len(own_sentences([own, other])) == 1 for other in (fast, small, unknown[1]))
 
 
 def test_tied_rows_are_marked_in_the_table_of_policies():

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from jaxremat.errors import CompileError, MissingDependencyError, TargetError, U
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
 from jaxremat.planner.batch import largest_from_above
 from jaxremat.policy.grammar import parse
+from jaxremat.report.sentences import why_not
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
 from jaxremat.session.session import Session
@@ -29,6 +31,8 @@ from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
+from jaxremat.xla.options import preset_options
+from tests import made_up_records
 
 GIB, MIB = 2**30, 2**20
 EARLY = (
@@ -127,11 +131,18 @@ def test_a_slice_is_a_node():
         {"mesh": "fsdp=8", "topology": "2x4"},
         {"target": "v6e", "topology": "1x1"},
         {"target": "v6e", "xla_preset": ("latency-hiding",)},
+        {"target": "h100-80gb", "xla_preset": ("default", "maxtext-tpu")},
     ],
 )
 def test_flags_that_do_not_go_with_the_target(flags):
     with pytest.raises(UsageError):
         check_run(RunFlags(**flags))
+
+
+def test_a_preset_of_the_chip_is_taken():
+    request = check_run(RunFlags(target="v6e", policy=("nothing",), xla_preset=("default", "maxtext-tpu")))
+    assert [one.xla_preset for one in request.policies] == ["default", "maxtext-tpu"]
+    assert preset_options("maxtext-tpu").items() <= TPU.options.presets["maxtext-tpu"].items()
 
 
 def test_each_tpu_has_its_sources():
@@ -155,8 +166,16 @@ def test_the_libtpu_that_jax_names(found, is_right, monkeypatch):
     assert "jaxremat[tpu]" in caught.value.next_step
 
 
+def test_a_rejected_step_is_told_without_terms():
+    """XLA says its total alone."""
+    row = replace(made_up_records.trial(8), argument_bytes=None, temp_bytes=None, output_bytes=None, alias_bytes=None)
+    assert re.search(r"\d", why_not(row)) is None
+    assert re.search(r"\d", why_not(replace(row, argument_bytes=2**30)))
+
+
 def test_a_search_from_above_compiles_one_batch_that_fits():
-    found = largest_from_above(lambda batch: 400 + 149 * batch, lambda batch: 400 + 100 * batch, 3125, fixed_bytes=400)
+    early = {"early_bytes": lambda batch: 400 + 100 * batch, "fixed_bytes": 400}
+    found = largest_from_above(lambda batch: 400 + 149 * batch, 3125, **early)
     assert (found.largest, found.next) == (18, 19)
     assert [batch for batch, num_bytes in found.tried if num_bytes <= 3125] == [18]
 
@@ -167,7 +186,7 @@ def test_a_search_from_above_compiles_one_batch_that_fits():
 @pytest.mark.parametrize("start", [1, 8, 300])
 def test_a_search_from_above_ends_anywhere(total_bytes, start):
     batches = range(1, 200)
-    found = largest_from_above(total_bytes, lambda batch: 10 * batch, 4000, start=start, batches=batches)
+    found = largest_from_above(total_bytes, 4000, early_bytes=lambda batch: 10 * batch, start=start, batches=batches)
     tried = dict(found.tried)
     assert len(tried) <= 8 + len(batches).bit_length()
     assert found.largest == 0 or tried[found.largest] <= 4000
@@ -215,7 +234,8 @@ def test_the_largest_batch_is_proven_at_the_real_limit(libtpu, target, mesh):
     assert too_large.total_bytes is not None
     assert fits.total_bytes <= budget < too_large.total_bytes
     assert too_large.total_bytes - fits.total_bytes < 0.1 * budget
-    assert (fits.step_s, fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None, None)
+    assert (fits.xla_remat_above_bytes, too_large.temp_bytes) == (None, None)
+    assert (fits.step_source == "predicted") == (load_tpu(target).fitted is not None)
     compiled = session.trials.compile(parse("none"), last.largest_batch)
     assert compiled.memory.needed_bytes == compiled.memory.total_bytes == fits.total_bytes
 

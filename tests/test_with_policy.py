@@ -18,6 +18,7 @@ from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.model.decoder_workload import make_loss
 from jaxremat.model.transformer import Decoder
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.names import written_at
 from jaxremat.policy.spec import NONE
 from jaxremat.policy.with_policy import find_layers, with_policy
 from jaxremat.xla.compile import lower_and_compile
@@ -89,6 +90,17 @@ def test_the_policy_of_checkpoints_around_layers_is_replaced(function, params):
         assert got == want, policy
 
 
+def test_what_jitted_functions_of_libraries_compute_has_the_line_that_calls_them():
+    """JAX's own `take_along_axis` is jitted. Without a policy its operations have no line of the user's."""
+
+    def loss(params, x):
+        return unrolled(params, x) * jnp.take_along_axis(x, jnp.zeros((4, 1), jnp.int32), axis=1).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(with_policy(loss, "nothing"), argnums=1))(LAYERS, X)
+    (scatter,) = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scatter-add"]
+    assert written_at(scatter).startswith(f"{__file__}:")
+
+
 def test_a_checkpoint_inside_a_layer_stays():
     """Its matmul runs again, as it does without a policy."""
 
@@ -98,6 +110,22 @@ def test_a_checkpoint_inside_a_layer_stays():
     inner = functools.partial(unrolled, layer=layer)
     without = functools.partial(unrolled, layer=lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"] @ p["up"] @ p["down"] + x)
     assert num_matmuls(with_policy(inner, "none"), LAYERS) == num_matmuls(inner, LAYERS) > num_matmuls(without, LAYERS)
+
+
+def test_none_takes_the_checkpoints_inside_those_around_layers():
+    """Layers that are checkpointed scans of checkpointed steps, with arithmetic between them and no matmul at all."""
+
+    def loss(rate, x):
+        step = jax.checkpoint(lambda x, t: (jnp.sin(rate * x + t), None))
+        for n in range(3):
+            x = jax.checkpoint(lambda x, times: jax.lax.scan(step, x, times)[0])(x, jnp.arange(4) + 4.0 * n)
+        return x.sum()
+
+    def num_checkpoints(policy):
+        return str(jax.make_jaxpr(jax.grad(with_policy(loss, policy)))(jnp.ones(()), X)).count("prevent_cse")
+
+    assert num_checkpoints("none") == 0
+    assert num_checkpoints("nothing") == num_checkpoints("own") > 3
 
 
 def test_a_function_without_layers_runs_under_none_alone():

@@ -21,6 +21,7 @@ from jaxremat.planner.problem import Problem
 from jaxremat.planner.steps import Cost
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import Compilation
+from jaxremat.xla.flops import count_step_flops
 from jaxremat.xla.without import total_without
 
 #: Bytes below which a host transfer takes as long as an empty one would.
@@ -61,7 +62,13 @@ def estimate_function(
 
 
 def cost_of(done: Compilation, speed: DeviceSpeed) -> Cost:
-    """What a compiled step takes. Its `without` is there if the dump was read."""
+    """What a compiled step takes. Its `without` is there if the dump was read.
+
+    A step that XLA rejected as too large has no kernels. Its seconds are those of the requested FLOPs in large matmuls.
+    """
+    if done.is_too_large:
+        flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
+        return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
     without = total_without(done) if done.dump else None
     return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, without)
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
@@ -187,7 +188,7 @@ def _forward_and_residuals(
         num_outputs = len(jax.tree.leaves(y))
         return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
 
-    program, lies = share.of(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS))
+    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
     return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
 
 
@@ -311,7 +312,7 @@ def _recompute_seconds(
             return lies.gather_seconds(equation.outputs[0], speed)
         if _has_a_kernel(equation):
             product, attention, flops = lies.product(equation), requested_attention(equation.eqn), lies.flops(equation)
-            kind: KernelClass = "attention" if attention else "convolution"
+            kind: KernelClass = "attention" if equation.kind == FUSED_ATTENTION else "convolution"
             if product:
                 num_bytes = sum(lies.moved_bytes(equation, number) for number in moved)
                 kind = matmul_class(product.batch * product.m * product.n, flops, num_bytes)
@@ -377,6 +378,8 @@ def _is_of_rows(equation: Equation) -> bool:
 
 
 def _dtype(equation: Equation) -> str:
-    """The type of the first operand, as XLA calls it: it decides the peak rate."""
-    dtype = str(equation.eqn.invars[0].aval.dtype) if equation.eqn.invars else "float32"
-    return dtype.replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+    """The type of the first operand but for masks, as XLA calls it: it decides the peak rate."""
+    dtypes = [var.aval.dtype for var in equation.eqn.invars]
+    if equation.kind == FUSED_ATTENTION:
+        dtypes = [dtype for dtype in dtypes if dtype.kind not in "iub"]
+    return str(next(iter(dtypes), "float32")).replace("bfloat", "bf").replace("float", "f").replace("complex", "c")

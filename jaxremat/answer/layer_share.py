@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxremat.answer.attention_kernels import AttentionKernel
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.tables import Product
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
@@ -112,7 +113,9 @@ class Lies:
 
     def flops(self, equation: Equation) -> int:
         """FLOPs of an operation on one device."""
-        return equation_flops(equation.eqn).total // self.share.num_sharing
+        times = equation.times if isinstance(equation, AttentionKernel) else 1
+        flops = equation_flops(equation.eqn, str(equation.name_stack)).total
+        return times * flops // self.share.num_sharing
 
     def product(self, equation: Equation) -> Product | None:
         """The shapes of a matmul on one device, of which devices that share it have some rows each."""

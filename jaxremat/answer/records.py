@@ -230,7 +230,7 @@ def answer_largest(
     try:
         if trials.speaks_early:
             early_bytes = partial(unless_rejected, trials.early_bytes)
-            found = largest_from_above(total_bytes, early_bytes, trials.budget_bytes, **how)
+            found = largest_from_above(total_bytes, trials.budget_bytes, early_bytes=early_bytes, **how)
         else:
             found = largest_batch(total_bytes, trials.budget_bytes, expect=compiles.expect, **how)
     except RejectedError as rejected:

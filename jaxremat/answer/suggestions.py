@@ -5,6 +5,7 @@ fit with `--policy none`, the suggestions may be `--loss chunked`, `--policy dot
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from jaxremat.chips.installed import versions
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import largest_batch
+from jaxremat.planner.batch import largest_batch, largest_from_above
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 from jaxremat.trial.record import SuggestionRecord, TrialRecord, picked
 from jaxremat.trial.trials import Trials
@@ -147,12 +148,20 @@ def _smaller(
     for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(1, batch))):
         if not batches:
             continue
+        search = largest_batch
+        if trials.speaks_early:  # there a batch that fits compiles for minutes
+            search = functools.partial(largest_from_above, early_bytes=functools.partial(_early_bytes, step))
         try:
-            found = largest_batch(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches)
+            found = search(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches)
         except CompileError:  # XLA rejected one of the batches; the other kinds of changes may still help
             continue
         if found.largest:
             yield step(found.largest)
+
+
+def _early_bytes(step: Callable[[int], _Step], batch: int) -> int:
+    tried = step(batch)
+    return tried.trials.early_bytes(tried.policy, batch)
 
 
 def _total(row: TrialRecord) -> int:

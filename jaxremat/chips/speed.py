@@ -3,6 +3,7 @@
 A `DeviceSpeed` is what the predicted seconds of a step are computed from (`jaxremat/xla/clock.py`), whatever the chip is.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -74,9 +75,21 @@ class Links:
     protocols: tuple[Protocol, ...]
     order: tuple[int, ...] = ()
 
+    def number(self, device: int) -> int:
+        """The number of a device of the program."""
+        return self.order[device] if self.order else device
+
     def node_of(self, device: int) -> int:
         """The node of a device of the program."""
-        return (self.order[device] if self.order else device) // self.devices_of_node
+        return self.number(device) // self.devices_of_node
+
+    def ring_bytes_per_s(self, group: Sequence[int]) -> float:
+        """Bytes/s that a device sends where those of a group form a ring in a node."""
+        return self.node_bytes_per_s
+
+    def exchange_bytes_per_s(self, group: Sequence[int]) -> float:
+        """Bytes/s that a device sends where each of a group sends to all others of a node."""
+        return self.node_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,10 @@ class DeviceSpeed:
         links: What connects several devices. None for one device.
         f16_flops: Peak FLOP/s of dense f16 matmuls. None for that of bf16.
         tables: Measured kernels of the generation. None if there are none.
+        cycles_per_s: Clock cycles of XLA's own estimates that pass in a second, on a chip whose compiler estimates them. None on
+            others.
+        several: `interval` of several devices.
+        paired_error: How far two predicted steps of one model may be off beside each other, as a share.
         row_wait_s: Seconds that n rows wait for each other in the gradient of an embedding, divided by n to the power of 1.5, as
             far as that was measured (`MOST_ROWS` of the clock).
     """
@@ -134,6 +151,9 @@ class DeviceSpeed:
     f16_flops: float | None = None
     tables: Tables | None = None
     row_wait_s: float = 0.0
+    cycles_per_s: float | None = None
+    several: tuple[float, float] = SEVERAL_GPUS
+    paired_error: float = PAIRED_ERROR
 
     @property
     def has_several(self) -> bool:
@@ -161,13 +181,8 @@ class DeviceSpeed:
         several that of published steps.
         """
         if self.has_several:
-            return SEVERAL_GPUS
+            return self.several
         return -self.calibration.error, self.calibration.error
-
-    @property
-    def paired_error(self) -> float:
-        """How far two predicted steps of one model may be off beside each other, as a share."""
-        return PAIRED_ERROR
 
     @property
     def launch_s(self) -> float:

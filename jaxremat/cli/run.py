@@ -12,6 +12,7 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 import contextlib
 import functools
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +21,12 @@ from typing import TYPE_CHECKING, get_args
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.errors import UsageError
+from jaxremat.errors import MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
-from jaxremat.session.request import Auto, Frontier, Request
+from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import says_at_the_end
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
-    from jaxremat.session.answers import Answering
+    from jaxremat.session.answers import Answering, Listener
     from jaxremat.trial.comparisons import LengthsRecord
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
@@ -109,11 +110,48 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
                 for requested in session.request.policies:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
-                        answer_of(session, requested, listener, first_batch(printer.answers, requested, session.seq_len))
+                        first = first_batch(printer.answers, requested, session.seq_len)
+                        answer_or_failure(answer_of, session, requested, listener, first)
                     session.trials.forget()
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()
+
+
+def answer_or_failure(
+    answer_of: "Answering", session: Session, requested: RequestedPolicy, listener: "Listener", first: int | None
+) -> None:
+    """Makes the records of a policy, or a record of its failure.
+
+    The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
+    """
+    from jaxremat.chips.installed import versions
+    from jaxremat.trial.record import FailureRecord
+    from jaxremat.trial.row import config_of, first_line
+
+    started_s, request, trials = time.monotonic(), session.request, session.trials
+    try:
+        answer_of(session, requested, listener, first)
+    except (OSError, MemoryError, MissingDependencyError, TargetError):
+        raise
+    except Exception as error:
+        if len(request.policies) < 2:
+            raise
+        batch = request.batches[0] if len(request.batches) == 1 else None
+        failure = FailureRecord(
+            model=trials.factory.name,
+            requested_policy=requested.text,
+            target=trials.target.name,
+            batch=batch,
+            outcome="crashed",
+            error=f"{type(error).__name__}: {first_line(error)}",
+            tail=(),
+            duration_s=time.monotonic() - started_s,
+            config=config_of(trials, batch or 1),
+            xla_flags=os.environ.get("XLA_FLAGS"),
+            versions=versions(),
+        )
+        listener.record(failure)
 
 
 def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":

@@ -121,7 +121,7 @@ def check_train(flags: TrainRunFlags) -> Request[TrainRunFlags]:
         raise UsageError(
             f"--target {flags.target} was requested, and a training runs its steps",
             allowed="gpu, cpu",
-            next_step="leave --target out; jaxremat run compiles for GPUs that aren't in this machine",
+            next_step="leave --target out; jaxremat run compiles for devices that aren't in this machine",
         )
     flags = replace(flags, target=flags.target or ("gpu" if driver_here() else "cpu"))
     is_unclipped = flags.training.clip_norm == 0  # a training clips by default, so that 0 turns it off

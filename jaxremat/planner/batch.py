@@ -134,9 +134,9 @@ def largest_batch(
 
 def largest_from_above(
     total_bytes: Callable[[int], int],
-    early_bytes: Callable[[int], int],
     budget_bytes: int,
     *,
+    early_bytes: Callable[[int], int],
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
@@ -148,8 +148,8 @@ def largest_from_above(
 
     Args:
         total_bytes: compiles at a batch and returns the total bytes. It takes much longer for a batch that fits.
-        early_bytes: a guess at them that takes no longer for a batch that fits. The search begins with one.
         budget_bytes: total bytes that a step may take.
+        early_bytes: a guess at them that takes no longer for a batch that fits. The search begins with one.
         fixed_bytes: a guess at the total bytes of batch 0.
         start: the batch of the guess. If it isn't one of `batches`, the next smaller one is.
         batches: the batches to choose among, in rising order.

@@ -26,7 +26,7 @@ import jax
 from jaxremat.errors import UnknownNameError, UnknownPolicyError
 from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.names import named_values, resolve
+from jaxremat.policy.names import all_written_names, resolve
 from jaxremat.policy.offload import check_scan
 from jaxremat.policy.spec import OWN, LayerPolicy, Policy
 from jaxremat.policy.state import has_objects, is_linen_class, is_module_class, on_arrays
@@ -163,7 +163,8 @@ def with_names(function: Any, policy: Policy, *args: Any, **kwargs: Any) -> tupl
 
 def checkpoint_names(function: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
     """The checkpoint names that the values of `function(*args, **kwargs)` carry."""
-    return {value.name for value in named_values(function, *args, **kwargs)}
+    # A new lambda, as `named_values` has it.
+    return {*all_written_names(jax.make_jaxpr(lambda *a, **k: function(*a, **k))(*args, **kwargs).jaxpr.eqns)}
 
 
 def _dynamic(args: tuple[Any, ...], static_argnums: tuple[int, ...]) -> tuple[Any, ...]:

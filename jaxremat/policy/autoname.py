@@ -139,8 +139,8 @@ def _choose_names(program: Program, taken: set[str], prefix: str, shared: Set[st
     for equation in program.equations:
         for number in equation.outputs if equation.kind != "name" else ():
             already = tags.get(number, ())
-            inexact = jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
-            if inexact and number in read and all(times[name] > 1 or name in shared for name in already):
+            real = jnp.issubdtype(program.avals[number].dtype, jnp.floating)  # complex values are never saved
+            if real and number in read and all(times[name] > 1 or name in shared for name in already):
                 name = unused_name(prefix + value_path(equation, layer), taken)
                 taken.add(name)
                 tags[number] = (*already, name)
@@ -194,7 +194,7 @@ def layer_scope(program: Program) -> str:
 def _operation_name(equation: Equation) -> str:
     is_derivative_call = equation.kind in DERIVATIVE_CALLS
     inside = callee(equation.eqn).jaxpr.eqns if is_derivative_call else (equation.eqn,)
-    if any(eqn.primitive.name == FUSED_ATTENTION for eqn in inside):
+    if FUSED_ATTENTION in (equation.kind, *(eqn.primitive.name for eqn in inside)):
         return "fused"
     return called_name(equation.eqn) if is_derivative_call or equation.kind in CALLS else equation.kind
 

@@ -4,15 +4,17 @@ Of the program `a = x @ w; b = sin(a); c = b + x`, the piece of the first two eq
 `b`: `a` isn't read outside of the piece.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxremat.policy.calls import call_with
 from jaxremat.policy.jax_private import callee, core, stack_of
-from jaxremat.policy.program import Equation, Program, bind_equation, eval_program
-from jaxremat.policy.signature import num_heavy
+from jaxremat.policy.program import Equation, Program, bind_equation, eval_program, flatten
+from jaxremat.policy.signature import weights
 
 #: Two thirds of a layer's matmuls: a checkpoint that holds as many is around the layer, and not in it.
 _MOST = 2 / 3
@@ -52,6 +54,30 @@ class Piece:
         around = checkpoints_around(self.program.equations)
         return eval_program(self.program, values, lambda e, v: open_call(e, v) if e in around else bind_equation(e, v))
 
+    def run_bare(self, *values: Any) -> list[Any]:
+        """`run` without the checkpoints inside those around the layer either.
+
+        For example, without one around each step of a scan in the layer.
+        """
+        return _without_checkpoints(self.program, values)
+
+
+def _without_checkpoints(program: Program, values: Sequence[Any]) -> list[Any]:
+    """The outputs of a program without the checkpoints that hold most of its matmuls.
+
+    Those inside one another and inside scans are left out, too.
+    """
+    around, weight = checkpoints_around(program.equations), weights(program.equations)
+    most = {equation for equation, own in zip(program.equations, weight, strict=True) if own >= _MOST * sum(weight)}
+
+    def bind(equation: Equation, values: list[Any]) -> Sequence[Any]:
+        if equation not in around and not (equation in most and equation.kind == "scan"):
+            return bind_equation(equation, values)
+        inner = functools.partial(_without_checkpoints, flatten(callee(equation.eqn)))
+        return call_with(equation, values, run=inner)
+
+    return eval_program(program, values, bind)
+
 
 def cut(program: Program, start: int, stop: int) -> Piece:
     """The equations from number `start` up to but not including number `stop`."""
@@ -71,7 +97,7 @@ def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piec
     They are `scopes(equation)` in place of those that the equation is in.
     """
     equations = tuple(
-        Equation(equation.eqn, equation.inputs, equation.outputs, stack_of(scopes(equation)))
+        Equation(equation.eqn, equation.inputs, equation.outputs, stack_of(scopes(equation)), equation.traceback)
         for equation in piece.program.equations
     )
     old = piece.program
@@ -79,11 +105,14 @@ def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piec
 
 
 def checkpoints_around(equations: Sequence[Equation]) -> frozenset[Equation]:
-    """The checkpoints among a layer's equations that hold most of its matmuls."""
-    total = sum(num_heavy(equation.eqn) for equation in equations)
+    """The checkpoint among a layer's equations that holds most of its matmuls.
+
+    Empty if there is none.
+    """
+    inside = dict(zip(equations, weights(equations), strict=True))
     checkpoints = [equation for equation in equations if equation.kind == "checkpoint"]
-    num_inside = sum(num_heavy(equation.eqn) for equation in checkpoints)
-    return frozenset(checkpoints) if total and num_inside >= _MOST * total and len(checkpoints) == 1 else frozenset()
+    is_most = len(checkpoints) == 1 and inside[checkpoints[0]] >= _MOST * sum(inside.values())
+    return frozenset(checkpoints if is_most else ())
 
 
 def open_call(equation: Equation, values: Sequence[Any]) -> list[Any]:

@@ -2,16 +2,18 @@
 
 What is looked for:
 
-* loops over stacked parameters, whose body is a layer (`loops.py`);
+* loops over stacked parameters, whose body is a layer, and loops over time, of which each iteration is one (`loops.py`);
 * checkpoints that the author put around the layers;
 * named scopes with numbers (`scopes.py`);
 * repeated operations (`repeats.py`).
 
-The find with the most matmuls wins. What lies before and after it is searched again, so that an encoder and a decoder are both
+The find with the most matmuls wins, or one of about as many whose layers leave fewer bytes between them: of a round of message
+passing, the round and not its MLPs. What lies before and after it is searched again, so that an encoder and a decoder are both
 found. Layers follow one another: each reads what the one before made. Heads and experts, which run side by side, are no layers.
 
 Where layers lie inside another part of the program, that part is searched too: a jit with shardings, a `shard_map`, a loop over
-microbatches, one checkpoint around all layers.
+microbatches, one checkpoint around all layers. Where a program has no layers at all, the iterations of its other loops, such as
+chunks, are taken for layers.
 """
 
 import itertools
@@ -21,12 +23,12 @@ from dataclasses import dataclass, field
 from jaxremat.policy.cut import checkpoints_around
 from jaxremat.policy.found import FoundBy, LeftAlone
 from jaxremat.policy.jax_private import callee
-from jaxremat.policy.loops import made_of, why_not_layers
+from jaxremat.policy.loops import depending, is_recurrence, made_of, why_not_layers
 from jaxremat.policy.names import users_line
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
 from jaxremat.policy.repeats import find_repeat
-from jaxremat.policy.scopes import Family, families, path_of
-from jaxremat.policy.signature import Facts, read_facts
+from jaxremat.policy.scopes import families, matches, path_of
+from jaxremat.policy.signature import Facts, num_bytes, read_facts
 
 #: Layers have at least this share of the matmuls of the program that they are found in.
 _LEAST_SHARE = 0.1
@@ -36,6 +38,8 @@ _MOST = 2 / 3
 _FEW = 3
 #: Repeated operations are preferred to named scopes if they have at least this many times the matmuls.
 _MORE = 1.5
+#: Other layers are preferred if they leave at most this share of the bytes.
+_MUCH_LESS = 0.8
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +48,7 @@ class Stack:
 
     Attributes:
         found_by: how they were found.
-        layers: the range of equations of each layer. For a loop it is the one equation of the loop.
+        layers: the range of equations of each layer. For a scan it is the one equation of the scan.
         num_layers: number of layers.
         parent: the path of the scope that the layers are in.
         scopes: the scope of each layer. Empty for layers without a scope of their own.
@@ -57,9 +61,22 @@ class Stack:
     scopes: tuple[str, ...] = ()
 
     @property
+    def in_scan(self) -> bool:
+        """Whether the layers are the iterations of one scan."""
+        return self.found_by in ("scan", "loop")
+
+    @property
     def span(self) -> range:
         """The equations from the first layer to the last."""
         return range(self.layers[0].start, self.layers[-1].stop)
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        """Whether a glob pattern matches the layers' scopes, or the scope that the scan is in."""
+        return (
+            matches(self.parent, self.scopes, patterns)
+            if self.scopes
+            else matches(self.parent[:-1], self.parent[-1:], patterns)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +105,17 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
+class _Wanted:
+    """What is searched for.
+
+    Scopes that match `patterns`, if there are any, and with `any_loop` the iterations of any scan.
+    """
+
+    patterns: tuple[str, ...] = ()
+    any_loop: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class _Candidate:
     """A stack that could be taken, or an equation with a level inside.
 
@@ -107,12 +135,19 @@ def search_program(program: Program, parameters: Sequence[int], patterns: Sequen
         parameters: the numbers of the program's inputs that are parameters.
         patterns: glob patterns of the scopes of the layers. Without patterns all ways of finding layers are tried.
     """
+    level = _search(program, parameters, _Wanted(tuple(patterns)))
+    found = any(inner.stacks for inner, _ in level.levels())
+    return level if found else _search(program, parameters, _Wanted(tuple(patterns), any_loop=True))
+
+
+def _search(program: Program, parameters: Sequence[int], wanted: "_Wanted") -> Level:
     whole, constants = range(len(program.equations)), dict(program.constants)
     data = set(program.inputs) - set(parameters)
     free = made_of(program, (*parameters, *constants), data)
-    facts = read_facts(program, free, fixed=free if data else made_of(program, constants, program.inputs))
-    inside = {n: level for n in whole if (level := _called_level(facts, n, patterns)) is not None}
-    taken = _select(facts, inside, tuple(patterns), whole)
+    untouched = program.avals.keys() - depending(program, program.inputs)
+    facts = read_facts(program, free, untouched, fixed=free if data else made_of(program, constants, program.inputs))
+    inside = {n: level for n in whole if (level := _called_level(facts, n, wanted)) is not None}
+    taken = _select(facts, inside, wanted, whole)
     stacks = tuple(candidate.stack for candidate in taken if candidate.stack is not None)
     opened = {candidate.span.start: inside[candidate.span.start] for candidate in taken if candidate.stack is None}
     left = dict.fromkeys(_parts_left_alone(facts, stacks, opened))
@@ -125,7 +160,7 @@ def inner_program(equation: Equation) -> Program:
     return flatten(callee(equation.eqn))
 
 
-def _called_level(facts: Facts, n: int, patterns: Sequence[str]) -> Level | None:
+def _called_level(facts: Facts, n: int, wanted: _Wanted) -> Level | None:
     """The level of the program that equation number `n` calls.
 
     None if there are no layers in it, or no policy can get there.
@@ -136,71 +171,129 @@ def _called_level(facts: Facts, n: int, patterns: Sequence[str]) -> Level | None
     program = inner_program(equation)
     pairs = zip(program.inputs, equation.inputs, strict=True)
     parameters = [own for own, atom in pairs if not isinstance(atom, int) or atom in facts.parameters]
-    level = search_program(program, parameters, patterns)
+    level = _search(program, parameters, wanted)
     return level if level.stacks or level.inside else None
 
 
-def _select(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...], within: range) -> list[_Candidate]:
+def _select(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, within: range) -> list[_Candidate]:
     """The candidates to take in a range of equations, in the program's order."""
     least = _LEAST_SHARE * facts.num_heavy(range(len(facts.heavy)))
-    found = [candidate for candidate in _candidates(facts, inside, patterns, within) if candidate.weight >= least]
+    found = [candidate for candidate in _candidates(facts, inside, wanted, within) if candidate.weight >= least]
     best = max(found, key=lambda candidate: candidate.weight, default=None)
     if best is None:
         return []
-    before = _select(facts, inside, patterns, range(within.start, best.span.start))
-    after = _select(facts, inside, patterns, range(best.span.stop, within.stop))
-    return [*before, *(_layers_inside(facts, inside, patterns, best) or [best]), *after]
+    best = _fewest_left(facts, found, best)
+    before = _select(facts, inside, wanted, range(within.start, best.span.start))
+    after = _select(facts, inside, wanted, range(best.span.stop, within.stop))
+    return [*before, *(_layers_inside(facts, inside, wanted, best) or [best]), *after]
 
 
-def _layers_inside(
-    facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...], best: _Candidate
-) -> list[_Candidate]:
+def _fewest_left(facts: Facts, found: Sequence[_Candidate], best: _Candidate) -> _Candidate:
+    """Of layers of about as many matmuls, those that leave the fewest bytes between them.
+
+    It is `best` itself if nothing lies between its layers.
+    """
+    if best.stack is None or not any(left.stop < right.start for left, right in itertools.pairwise(best.stack.layers)):
+        return best
+    least = _MOST * _num_inside(facts, best.stack)
+    rivals = [
+        other for other in found if other.stack and not other.stack.in_scan and _num_inside(facts, other.stack) >= least
+    ]
+    spans = [candidate.span for candidate in (best, *rivals)]
+    place = range(min(span.start for span in spans), max(span.stop for span in spans))
+    left = {candidate: _left_bytes(facts, candidate.stack, place) for candidate in (best, *rivals) if candidate.stack}
+    other = min(left, key=lambda candidate: left[candidate])
+    return other if left[other] <= _MUCH_LESS * left[best] else best
+
+
+def _num_inside(facts: Facts, stack: Stack) -> int:
+    return sum(facts.num_heavy(layer) for layer in stack.layers)
+
+
+def _left_bytes(facts: Facts, stack: Stack, place: range) -> int:
+    """The bytes of what is made in a place, without what only its own layer reads."""
+    cut = {n: number for number, layer in enumerate(stack.layers) for n in layer}
+    equations, made, left = facts.program.equations, dict[int, int](), set[int]()
+    for n in place:
+        for atom in equations[n].inputs:
+            if isinstance(atom, int) and atom in made and made[atom] != cut.get(n, -1):
+                left.add(atom)
+        made.update(dict.fromkeys(equations[n].outputs, cut.get(n, -1)))
+    left.update(number for number, layer in made.items() if layer < 0)
+    return sum(num_bytes(facts.program.avals[number]) for number in left - facts.fixed)
+
+
+def _layers_inside(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, best: _Candidate) -> list[_Candidate]:
     """The layers of a few towers or stages, to be taken in their place.
 
     Empty if `best` has layers and no towers.
     """
     stack = best.stack
-    if stack is None or stack.found_by == "scan" or patterns:
+    if stack is None or stack.in_scan or wanted.patterns:
         return []
     kinds = [facts.kind(layer) for layer in stack.layers]
     if len(kinds) > _FEW and len(set(kinds)) < len(kinds):
         return []
-    found = [candidate for layer in stack.layers for candidate in _select(facts, inside, patterns, layer)]
+    found = [candidate for layer in stack.layers for candidate in _select(facts, inside, wanted, layer)]
     stacks = [candidate.stack for candidate in found if candidate.stack]
     covered = sum(facts.num_heavy(layer) for other in stacks for layer in other.layers)
     num_layers = sum(other.num_layers for other in stacks)
-    are_blocks = all(other.found_by == "scan" or facts.num_heavy(other.layers[0]) > 1 for other in stacks)
+    are_blocks = all(other.in_scan or facts.num_heavy(other.layers[0]) > 1 for other in stacks)
     is_most = covered >= _MOST * facts.num_heavy(stack.span) and num_layers > stack.num_layers
     return found if stacks and are_blocks and is_most else []
 
 
-def _candidates(facts: Facts, inside: Mapping[int, Level], patterns: tuple[str, ...], within: range) -> Iterator[_Candidate]:
+def _candidates(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, within: range) -> Iterator[_Candidate]:
     """Everything in a range of equations that could be layers.
 
     Of equal weights the first is the best.
     """
-    equations = facts.program.equations
+    equations, patterns = facts.program.equations, wanted.patterns
     for family in families(facts, within):
-        if _follow_on(facts, family.layers) and (not patterns or family.matches(patterns)):
-            stack = Stack("scope", family.layers, len(family.layers), family.parent, family.scopes)
-            yield _Candidate(stack.span, sum(facts.num_heavy(layer) for layer in family.layers), stack)
+        stack = Stack("scope", family.layers, len(family.layers), family.parent, family.scopes)
+        if _follow_on(facts, family.layers) and (
+            stack.matches(patterns) if patterns else _saves_something(facts, family.layers)
+        ):
+            yield _Candidate(stack.span, _num_inside(facts, stack), stack)
     checkpoints = tuple(range(n, n + 1) for n in within if equations[n].kind == "checkpoint" and facts.heavy[n])
     for chain in _chains(facts, checkpoints) if not patterns else ():
         stack = Stack("checkpoint", chain, len(chain))
-        num_inside = sum(facts.num_heavy(layer) for layer in chain)
-        if num_inside >= _MOST * facts.num_heavy(stack.span):
-            yield _Candidate(stack.span, num_inside, stack)
+        if _num_inside(facts, stack) >= _MOST * facts.num_heavy(stack.span):
+            yield _Candidate(stack.span, _num_inside(facts, stack), stack)
     for n in within:
         place, weight = range(n, n + 1), int(facts.heavy[n])
-        if equations[n].kind == "scan" and not why_not_layers(equations[n].eqn, equations[n].inputs, facts.parameters):
-            stack = Stack("scan", (place,), equations[n].eqn.params["length"], path_of(equations[n]))
-            if not patterns or Family(stack.parent[:-1], "", stack.parent[-1:], ()).matches(patterns):
+        if found_by := _loop_over(facts, n, inside.get(n), wanted):
+            stack = Stack(found_by, (place,), equations[n].eqn.params["length"], path_of(equations[n]))
+            if not patterns or stack.matches(patterns):
                 yield _Candidate(place, weight, stack)
         elif n in inside:
             yield _Candidate(place, weight)
     for chain in _chains(facts, find_repeat(facts, within)) if not patterns else ():
         stack = Stack("repeat", chain, len(chain))
-        yield _Candidate(stack.span, sum(facts.num_heavy(layer) for layer in chain) / _MORE, stack)
+        yield _Candidate(stack.span, _num_inside(facts, stack) / _MORE, stack)
+
+
+def _saves_something(facts: Facts, layers: Sequence[range]) -> bool:
+    """Whether layers are more than single matmuls of shapes that don't repeat.
+
+    The inputs of matmuls are saved in any case.
+    """
+    return len({facts.kind(layer) for layer in layers}) < len(layers) or any(facts.num_heavy(layer) > 1 for layer in layers)
+
+
+def _loop_over(facts: Facts, n: int, inside: Level | None, wanted: _Wanted) -> FoundBy | None:
+    """Whether equation number `n` scans over layers, or over steps of which each is a layer.
+
+    A recurrence with layers inside it is a loop over layers itself if it has more iterations than they are.
+    """
+    equation = facts.program.equations[n]
+    if equation.kind != "scan":
+        return None
+    if not why_not_layers(equation.eqn, equation.inputs, facts.parameters, facts.constants):
+        return "scan"
+    num_inside = sum(stack.num_layers for level, _ in inside.levels() for stack in level.stacks) if inside else 0
+    is_one = is_recurrence(equation.eqn) or (wanted.any_loop and equation.eqn.params["length"] > 1 and not inside)
+    return "loop" if is_one and equation.eqn.params["length"] > num_inside else None
 
 
 def _chains(facts: Facts, layers: Sequence[range]) -> list[tuple[range, ...]]:
@@ -241,7 +334,7 @@ def _parts_left_alone(facts: Facts, stacks: Sequence[Stack], opened: Mapping[int
     """The loops, branches, checkpoints and custom derivatives that stay as they are."""
     equations = facts.program.equations
     replaced = {e for s in stacks for layer in s.layers for e in checkpoints_around(equations[layer.start : layer.stop])}
-    loops = {stack.layers[0].start for stack in stacks if stack.found_by == "scan"}
+    loops = {stack.layers[0].start for stack in stacks if stack.in_scan}
     total = facts.num_heavy(range(len(equations)))
     for n, equation in enumerate(equations):
         if n in loops or equation in replaced or not facts.heavy[n]:
@@ -250,7 +343,10 @@ def _parts_left_alone(facts: Facts, stacks: Sequence[Stack], opened: Mapping[int
         match equation.kind:
             case "scan":
                 what = f"a loop of {equation.eqn.params['length']} iterations"
-                why = why_not_layers(equation.eqn, equation.inputs, facts.parameters) or "other layers were taken"
+                why = (
+                    why_not_layers(equation.eqn, equation.inputs, facts.parameters, facts.constants)
+                    or "other layers were taken"
+                )
                 why += "; the layers inside it were found" if n in opened else ""
             case "while":
                 what, why = "a while loop", "JAX can't differentiate it backwards"

@@ -14,11 +14,13 @@ from typing import Any, Literal
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.units import gib
 
-#: How layers are found: bodies of a loop, checkpoints that the author wrote, named scopes, repeated operations.
-FoundBy = Literal["scan", "checkpoint", "scope", "repeat"]
+#: How layers are found: bodies of a scan over parameters, iterations of another scan, checkpoints that the author wrote, named
+#: scopes, repeated operations.
+FoundBy = Literal["scan", "loop", "checkpoint", "scope", "repeat"]
 
 _HOW = {
     "scan": "found as the body of a loop over stacked parameters",
+    "loop": "the iterations of a scan over other things than parameters",
     "checkpoint": "found by the checkpoints around them, whose policy is replaced",
     "scope": "found by their scopes",
     "repeat": "found as repeated operations",
@@ -80,9 +82,11 @@ class Kind:
 
     def line(self) -> str:
         """The layers in a sentence without a full stop."""
-        many = f"{self.num_layers} layers" if self.num_layers > 1 else "1 layer"
+        unit = "step" if self.found_by == "loop" else "layer"
+        name = self.prefix.rstrip("/")
+        many = f"{self.num_layers} {unit}{'s' * (self.num_layers > 1)}{f' ({name})' * (not self.label.startswith(name))}"
         where = f" {self.label}" if self.label.startswith(("at ", "in ")) else f", {self.label}" if self.label else ""
-        return f"{many}{where}, {_HOW[self.found_by]}, {gib(self.cut_bytes)} between two layers"
+        return f"{many}{where}, {_HOW[self.found_by]}, {gib(self.cut_bytes)} between two {unit}s"
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,13 @@ class FoundLayers:
         kinds: the kinds of layers, in the program's order. Empty where no layers were found.
         kept: what was looked at and isn't layers.
         looked_at: what was searched, a phrase each, for an error where nothing was found.
+        has_complex: whether a layer makes complex values.
     """
 
     kinds: tuple[Kind, ...]
     kept: tuple[LeftAlone, ...] = ()
     looked_at: tuple[str, ...] = ()
+    has_complex: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -135,4 +141,5 @@ class FoundLayers:
     def lines(self) -> list[str]:
         """What was found, a line each."""
         found = [kind.line() for kind in self.kinds] or [f"none found: looked at {'; '.join(self.looked_at)}"]
-        return [*found, *(left.line() for left in self.kept)]
+        recomputed = ["complex values are recomputed under every policy but none: JAX can't save them in a checkpoint"]
+        return [*found, *(left.line() for left in self.kept), *recomputed * self.has_complex]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as core
 from jax.extend import source_info_util
 
@@ -108,6 +109,36 @@ def changes_reference(eqn: Any) -> bool:
     )
 
 
+def forward_rule(eqn: Any) -> core.ClosedJaxpr | None:
+    """What a function of `jax.custom_vjp` computes where it is differentiated.
+
+    None of other equations. A checkpoint name in it is not in the program of the function itself.
+    """
+    if eqn.primitive.name != "custom_vjp_call":
+        return None
+    moves = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
+
+    def forward(*values: Any) -> Any:
+        def of_moving(*moving: Any) -> Any:
+            rest = iter(moving)
+            return bind(eqn, [next(rest) if does else value for does, value in zip(moves, values, strict=True)])
+
+        return jax.vjp(of_moving, *(value for does, value in zip(moves, values, strict=True) if does))[0]
+
+    with eqn.ctx.manager:
+        return jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars))
+
+
+def makes_complex(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Whether the results of an operation are complex. JAX fails to save these in a checkpoint."""
+    if primitive.name == "fft":
+        return "IRFFT" not in str(params["fft_type"]).upper()
+    if "new_dtype" in params:
+        return jnp.issubdtype(params["new_dtype"], jnp.complexfloating)
+    reads = any(jnp.issubdtype(getattr(aval, "dtype", bool), jnp.complexfloating) for aval in avals)
+    return primitive.name == "complex" or (reads and primitive.name not in ("real", "imag", "abs", "eq", "ne", "is_finite"))
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     """The equation's results, computed as JAX evaluates a jaxpr (`jax.core.eval_jaxpr`)."""
     results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -197,6 +228,11 @@ def named_scopes(stack: NameStack) -> tuple[str, ...]:
     return tuple(scope.name for scope in stack.stack if type(scope).__name__ == "Scope")
 
 
+def is_transposed(stack: NameStack) -> bool:
+    """Whether an operation is of a backward pass inside the program."""
+    return any(type(scope).__name__ == "Transform" and scope.name == "transpose" for scope in stack.stack)
+
+
 def stack_of(scopes: Sequence[str] = ()) -> NameStack:
     """A stack of named scopes, outermost first."""
     stack = source_info_util.new_name_stack()
@@ -206,10 +242,10 @@ def stack_of(scopes: Sequence[str] = ()) -> NameStack:
 
 
 @contextlib.contextmanager
-def context_of(eqn: Any, stack: NameStack) -> Iterator[None]:
-    """A context to trace in, with the equation's line and configuration, and scopes."""
+def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
+    """A context to trace in, with a line, scopes, and the equation's configuration."""
     within = source_info_util.current_name_stack() + stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=within), eqn.ctx.manager:
+    with source_info_util.user_context(traceback, name_stack=within), eqn.ctx.manager:
         yield
 
 

@@ -7,17 +7,19 @@ block, so that one policy serves them all. Where a program has several kinds of 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program
 from jaxremat.policy.found import Kind, Variant
-from jaxremat.policy.jax_private import core, num_operands, written_name
-from jaxremat.policy.names import users_line
+from jaxremat.policy.jax_private import num_operands
+from jaxremat.policy.names import all_written_names, users_line
 from jaxremat.policy.program import Equation
 from jaxremat.policy.scopes import path_of, without_number
 from jaxremat.policy.signature import num_heavy
@@ -42,7 +44,8 @@ class Layer:
 class _Group:
     """The layers of one kind in a stack.
 
-    `is_mapped` is true inside a shard_map, whose axes only exist while it runs.
+    `is_mapped` is true inside a shard_map, whose axes only exist while it runs. `parent` is the path before the layers' names,
+    where other layers have these names too.
     """
 
     level: Level
@@ -50,6 +53,7 @@ class _Group:
     places: tuple[int, ...]
     prefix: str
     is_mapped: bool
+    parent: str
 
     @functools.cached_property
     def variants(self) -> dict[int, int]:
@@ -57,7 +61,7 @@ class _Group:
 
         The keys are the numbers in the stack of the first such layer.
         """
-        if self.stack.found_by == "scan":
+        if self.stack.in_scan:
             return {0: self.stack.num_layers}
         exact = {i: self.level.facts.exact(self.stack.layers[i]) for i in self.places}
         return {next(i for i in self.places if exact[i] == one): n for one, n in Counter(exact.values()).most_common()}
@@ -88,6 +92,13 @@ class LayerKinds:
         """The kinds, for a person and for the planner."""
         return tuple(map(self._kind, self.groups))
 
+    @property
+    def has_complex(self) -> bool:
+        """Whether a layer makes complex values, which JAX fails to save in a checkpoint."""
+        layers = [self.layer(group.level, group.stack, i).piece.program for group in self.groups for i in group.variants]
+        made = [program.avals[n].dtype for program in layers for e in program.equations for n in e.outputs]
+        return any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in made)
+
     @functools.cached_property
     def authors_names(self) -> set[str]:
         """The checkpoint names that the authors of the layers wrote."""
@@ -106,7 +117,12 @@ class LayerKinds:
     def _authors_names_by_group(self) -> list[set[str]]:
         layers = [[self.layer(group.level, group.stack, i).piece for i in group.variants] for group in self.groups]
         return [
-            {name for piece in some for name in _written_names(e.eqn for e in piece.program.equations)} for some in layers
+            {
+                name
+                for piece in some
+                for name in all_written_names((e.eqn for e in piece.program.equations), not group.is_mapped)
+            }
+            for group, some in zip(self.groups, layers, strict=True)
         ]
 
     @functools.cached_property
@@ -119,13 +135,12 @@ class LayerKinds:
         stack = group.stack
         layer, *others = [self.layer(group.level, stack, i) for i in group.variants]
         edges = [stack.layers[i].start for i in group.places if i] or [stack.span.start]
-        in_scan = stack.found_by == "scan"
         return Kind(
             label=_label(group),
             found_by=stack.found_by,
             num_layers=sum(group.variants.values()),
-            in_scan=in_scan,
-            cut_bytes=_carry_bytes(group) if in_scan else int(group.level.facts.crossing[edges].mean()),
+            in_scan=stack.in_scan,
+            cut_bytes=_carry_bytes(group) if stack.in_scan else int(group.level.facts.crossing[edges].mean()),
             function=_refused if group.is_mapped else self.named(layer),
             args=layer.piece.args,
             prefix=layer.prefix,
@@ -145,20 +160,13 @@ def layer_kinds(level: Level) -> LayerKinds:
         for places in _by_kind(inner, stack)
     ]
     groups, taken = [], set()
-    for inner, stack, places, is_mapped in found:
-        name = unused_name(_short_name(stack, places), taken)
+    short = [_short_name(stack, places) for _, stack, places, _ in found]
+    for (inner, stack, places, is_mapped), own in zip(found, short, strict=True):
+        parent = "/".join(stack.parent) + "/" if stack.scopes and stack.parent and short.count(own) > 1 else ""
+        name = unused_name(parent + own, taken)
         taken.add(name)
-        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped))
+        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped, parent))
     return LayerKinds(tuple(groups))
-
-
-def _written_names(eqns: Iterable[Any]) -> Iterator[str]:
-    """The checkpoint names that equations of a jaxpr write, those of inner jaxprs included."""
-    for eqn in eqns:
-        if name := written_name(eqn):
-            yield name
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _written_names(inner.eqns)
 
 
 def _refused(*_: Any) -> Any:
@@ -192,7 +200,7 @@ def _label(group: _Group) -> str:
     stack = group.stack
     first = group.level.facts.program.equations[stack.span.start]
     if stack.scopes:
-        scopes = [stack.scopes[i] for i in group.places]
+        scopes = [group.parent + stack.scopes[i] for i in group.places]
         return scopes[0] if len(scopes) == 1 else ", ".join(scopes) if len(scopes) < 3 else f"{scopes[0]} to {scopes[-1]}"
     place = users_line(first.eqn)
     return " ".join([f"at {place}"] * bool(place) + [f"in {'/'.join(stack.parent)}"] * bool(stack.parent))
@@ -200,7 +208,7 @@ def _label(group: _Group) -> str:
 
 def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
     program = level.facts.program
-    if stack.found_by == "scan":
+    if stack.in_scan:
         body = Piece(inner_program(program.equations[stack.span.start]))
         return Layer(renamed(body, _scopes_within(_common_scopes(body))), (), prefix)
     piece = cut(program, stack.layers[i].start, stack.layers[i].stop)

@@ -11,14 +11,14 @@ The names of the decoder's own tensors are in `maxtext.py`.
 import difflib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxremat.errors import UnknownNameError, nearest
-from jaxremat.policy.jax_private import core, written_name
+from jaxremat.policy.jax_private import core, forward_rule, written_name
 from jaxremat.policy.spec import LayerPolicy, Policy
 from jaxremat.system.whose import is_users, package_folders
 
@@ -94,6 +94,21 @@ def _walk(jaxpr: Any) -> Iterator[NamedValue]:
             opaque.update(equation.outvars)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _walk(inner)
+
+
+def all_written_names(eqns: Iterable[Any], rules: bool = True) -> Iterator[str]:
+    """The checkpoint names that equations write, in inner jaxprs and in forward rules too.
+
+    A forward rule may call its own function, which isn't differentiated there. Rules inside a shard_map aren't read, as its axes
+    only exist while it runs.
+    """
+    for eqn in eqns:
+        if name := written_name(eqn):
+            yield name
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_written_names(inner.eqns, rules and eqn.primitive.name != "shard_map")
+        if rules and (rule := forward_rule(eqn)):
+            yield from all_written_names(rule.eqns, rules=False)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,32 @@
 """Finds layers by named scopes that differ in a number.
 
-Flax Linen writes such scopes: `Model/block_0/...`, `Model/block_1/...`.
+Flax Linen writes such scopes: `Model/block_0/...`, `Model/block_1/...`. Haiku's first one has no number: `block`, `block_1`.
 
 A family is the scopes of one parent that have one name but for the number. Its layers lie one after the other in the program.
 Between two of them there may be operations of the parent, such as a residual connection. They belong to the layer before them if
-they are the same after every layer.
+they are the same after every layer. Where the scopes come again, as in the backward pass of a gradient inside the program, each
+pass is a family of its own.
 
 A parent may write two families in turn, `attention_0, mlp_0, attention_1, mlp_1`. Both then make up the layers: layer 0 reaches
 from the start of `attention_0` to the start of `attention_1`.
 """
 
 import fnmatch
+import glob
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
+from jaxremat.policy.jax_private import is_transposed
 from jaxremat.policy.program import Equation
 from jaxremat.policy.signature import Facts
 
-_NUMBERED = re.compile(r"(.*?)[_.\-]?(\d+)")
+#: A name, any separator, a number, and what closes it: `block_3`, `blocks.3`, `block[3]`, `3`.
+_NUMBERED = re.compile(r"(.*?)([\W_]*)(\d+)(\W*)")
+#: What a method adds to the name of its module's scope, `.attend`.
+_METHOD = re.compile(r"\.[^\W\d].*")
 
 
 @dataclass(frozen=True)
@@ -29,25 +35,26 @@ class Family:
 
     Attributes:
         parent: the path of the parent, such as `("Model",)`.
-        base: the name without the number.
+        wildcard: the scopes' names as one glob pattern, such as `block_*`.
         scopes: the names with their numbers, in the program's order.
         layers: for each scope the range of equations that is its layer. No two overlap.
     """
 
     parent: tuple[str, ...]
-    base: str
+    wildcard: str
     scopes: tuple[str, ...]
     layers: tuple[range, ...]
 
     @property
     def pattern(self) -> str:
         """The family as `layers=` takes it, such as `Model/block_*`."""
-        return "/".join((*self.parent, f"{self.base}_*"))
+        return "/".join((*self.parent, self.wildcard))
 
-    def matches(self, patterns: Sequence[str]) -> bool:
-        """Whether a glob pattern matches one of the scopes, by its name or by its path."""
-        names = [name for scope in self.scopes for name in (scope, "/".join((*self.parent, scope)))]
-        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+def matches(parent: Sequence[str], scopes: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a glob pattern matches one of a parent's scopes, by its name or by its path."""
+    names = [name for scope in scopes for name in (scope, "/".join((*parent, scope)))]
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def path_of(equation: Equation) -> tuple[str, ...]:
@@ -55,7 +62,7 @@ def path_of(equation: Equation) -> tuple[str, ...]:
 
     For example, `Model/block_0.attend` has two.
     """
-    return tuple(part.partition(".")[0] or part for scope in equation.scopes for part in scope.split("/") if part)
+    return tuple(_METHOD.sub("", part) or part for scope in equation.scopes for part in scope.split("/") if part)
 
 
 def without_number(scope: str) -> str | None:
@@ -69,21 +76,53 @@ def without_number(scope: str) -> str | None:
 
 def families(facts: Facts, within: range) -> list[Family]:
     """All families in a range of the program's equations that have two scopes or more."""
-    siblings: dict[tuple[tuple[str, ...], str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    visits: dict[tuple[tuple[str, ...], str, bool], list[tuple[str, range]]] = defaultdict(list)
     for n in within:
-        path = path_of(facts.program.equations[n])
+        equation = facts.program.equations[n]
+        path, backward = path_of(equation), is_transposed(equation.name_stack)
         for depth, scope in enumerate(path):
-            if (base := without_number(scope)) is not None:
-                siblings[path[:depth], base][scope].append(n)
-    found = []
-    for (parent, base), numbers in siblings.items():
-        spans = [(range(min(places), max(places) + 1), scope) for scope, places in numbers.items()]
-        spans.sort(key=lambda span: span[0].start)
-        runs = [run for run, _ in spans]
-        if len(runs) > 1 and all(left.stop <= right.start for left, right in itertools.pairwise(runs)):
-            layers = _with_what_follows(facts, runs, within)
-            found.append(Family(parent, base, tuple(scope for _, scope in spans), tuple(layers)))
-    return found
+            found = _NUMBERED.fullmatch(scope)
+            siblings = visits[path[:depth], found[1] if found else scope, backward]
+            if siblings and siblings[-1][0] == scope:
+                siblings[-1] = (scope, range(siblings[-1][1].start, n + 1))
+            else:
+                siblings.append((scope, range(n, n + 1)))
+    return [
+        Family(
+            parent,
+            wildcard,
+            tuple(scope for scope, _ in one),
+            tuple(_with_what_follows(facts, [run for _, run in one], within)),
+        )
+        for (parent, base, _), siblings in visits.items()
+        for wildcard in _wildcards(base, {scope for scope, _ in siblings})
+        for one in _passes(base, siblings)
+    ]
+
+
+def _wildcards(base: str, scopes: Set[str]) -> list[str]:
+    """The glob pattern of scopes with numbers, in a list. Empty if none has a number."""
+    found = next((found for scope in sorted(scopes) if scope != base and (found := _NUMBERED.fullmatch(scope))), None)
+    return [f"{glob.escape(base + found[2])}*{glob.escape(found[4])}"] if found else []
+
+
+def _passes(base: str, visits: Sequence[tuple[str, range]]) -> Iterator[list[tuple[str, range]]]:
+    """Runs of visits in which no scope comes twice, each of two scopes or more.
+
+    A scope without a number is the first layer of those that have numbers from 1.
+    """
+    numbers = {int(found[3]) for scope, _ in visits if scope != base and (found := _NUMBERED.fullmatch(scope))}
+    one: dict[str, range] = {}
+    for scope, run in visits:
+        if scope == base and 0 in numbers:
+            continue
+        if scope in one:
+            if len(one) > 1:
+                yield [*one.items()]
+            one = {}
+        one[scope] = run
+    if len(one) > 1:
+        yield [*one.items()]
 
 
 def _with_what_follows(facts: Facts, runs: list[range], within: range) -> list[range]:

@@ -6,7 +6,7 @@ another constant than layer 4.
 """
 
 import re
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,16 +40,18 @@ class Facts:
     Attributes:
         program: the program.
         parameters: the numbers of the values that are made of parameters and constants alone.
+        constants: the numbers of the values that no input flows into.
         fixed: the numbers of the values that no data flows into. In a program without data, such as a loss that closes over its
             batch, no parameter flows into them either.
         tokens: the `token` of each equation.
         rough: the `rough_token` of each equation.
-        heavy: the `num_heavy` of each equation. 1 for each equation of a program that has no matmuls.
+        heavy: the `weights` of the equations.
         crossing: for each place between two equations the bytes that cross it. Place n is before equation n.
     """
 
     program: Program
     parameters: Set[int]
+    constants: Set[int]
     fixed: Set[int]
     tokens: np.ndarray
     rough: np.ndarray
@@ -69,30 +71,43 @@ class Facts:
         return tuple(self.tokens[layer.start : layer.stop].tolist())
 
 
-def read_facts(program: Program, parameters: Set[int], fixed: Set[int]) -> Facts:
+def read_facts(program: Program, parameters: Set[int], constants: Set[int], fixed: Set[int]) -> Facts:
     """The facts of a program. `Facts.crossing` leaves out the values of `fixed`."""
     equations = program.equations
-    heavy = np.array([num_heavy(equation.eqn) for equation in equations], np.int64)
     return Facts(
         program=program,
         parameters=parameters,
+        constants=constants,
         fixed=fixed,
         tokens=np.array([token(equation) for equation in equations], np.int64),
         rough=np.array([rough_token(equation) for equation in equations], np.int64),
-        heavy=heavy if heavy.any() else np.ones_like(heavy),
+        heavy=np.array(weights(equations), np.int64),
         crossing=_crossing_bytes(program, fixed),
     )
 
 
-def num_heavy(eqn: Any) -> int:
+def num_heavy(eqn: Any, heavy: Callable[[Any], bool] = lambda eqn: eqn.primitive.name in _HEAVY) -> int:
     """The number of matmuls, convolutions and fused kernels in an equation and inside it.
 
     Those of a loop count as often as they run, if the number of its iterations is known.
     """
-    if eqn.primitive.name in _HEAVY:
+    if heavy(eqn):
         return 1
-    inner = sum(num_heavy(e) for jaxpr in core.jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+    inner = sum(num_heavy(e, heavy) for jaxpr in core.jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
     return inner * eqn.params["length"] if eqn.primitive.name == "scan" else inner
+
+
+def weights(equations: Sequence[Equation]) -> list[int]:
+    """The `num_heavy` of each equation.
+
+    Where there are no matmuls at all, it is the number of its operations.
+    """
+    heavy = [num_heavy(equation.eqn) for equation in equations]
+    return (
+        heavy
+        if any(heavy)
+        else [num_heavy(e.eqn, lambda eqn: not list(core.jaxprs_in_params(eqn.params))) for e in equations]
+    )
 
 
 def token(equation: Equation) -> int:

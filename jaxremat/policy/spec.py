@@ -346,9 +346,14 @@ class JaxPolicy:
     policy: LayerPolicy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory."""
-        from jaxremat.policy.jax_private import is_fused_attention, is_recompute_decision
+        """The answer as JAX's policies give it: a bool, or `Offloadable` for pinned host memory.
 
+        Complex values are recomputed under every policy.
+        """
+        from jaxremat.policy.jax_private import is_fused_attention, is_recompute_decision, makes_complex
+
+        if makes_complex(primitive, avals, params):
+            return False
         decision = _of_jax(self.policy)(primitive, *avals, **params)
         attends = self.policy.attention and is_fused_attention(primitive, params)
         return True if attends and is_recompute_decision(decision) else decision

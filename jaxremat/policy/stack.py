@@ -131,7 +131,7 @@ def run_scanned(
     if len(group) == 1:
         of_layer = NOTHING if policy.recomputes_groups else group[0]
         step = checkpointed(layer_fn, of_layer, prevent_cse=num_layers < 2 * unroll)  # XLA unrolls a loop of one iteration
-        return _scan_layers(step, reverse=reverse, unroll=unroll)(variables, keys, x, *broadcast)
+        return _scan_layers(step, num_layers, reverse=reverse, unroll=unroll)(variables, keys, x, *broadcast)
 
     def flipped(tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jnp.flip(leaf, 0), tree) if reverse else tree
@@ -142,20 +142,22 @@ def run_scanned(
         x, updates = _scan_groups(functools.partial(_layer_by_layer, layer_fn, group), *where)
     else:
         (inner,) = set(group)
-        layers = _scan_layers(checkpointed(layer_fn, inner, prevent_cse=False))
+        layers = functools.partial(_scan_layers, checkpointed(layer_fn, inner, prevent_cse=False))
         if all(map(is_float, jax.tree.leaves(x))):
             x, updates = _run_groups(layers, *where)
         else:  # integers and random keys aren't differentiated
-            x, updates = _scan_groups(lambda _, barriers: checkpointed(layers, NOTHING, prevent_cse=barriers), *where)
+            x, updates = _scan_groups(lambda count, cse: checkpointed(layers(count), NOTHING, prevent_cse=cse), *where)
     return x, flipped(updates)
 
 
-def _scan_layers(step: LayerFn, *, reverse: bool = False, unroll: int = 1) -> GroupFn:
+def _scan_layers(step: LayerFn, count: int, *, reverse: bool = False, unroll: int = 1) -> GroupFn:
+    """`count` layers as a scan."""
+
     def run(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
         def body(x: Tree, per_layer: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             return step(*per_layer, x, *broadcast)
 
-        return jax.lax.scan(body, x, (variables, keys), reverse=reverse, unroll=unroll)
+        return jax.lax.scan(body, x, (variables, keys), length=count, reverse=reverse, unroll=unroll)
 
     return run
 
@@ -216,7 +218,7 @@ def _scan_groups(
     head, tail = (jax.tree.map(lambda leaf, s=s: leaf[s], (variables, keys)) for s in (slice(whole), slice(whole, None)))
     head = head if rest else (variables, keys)
     grouped = jax.tree.map(lambda leaf: leaf.reshape(num_groups, size, *leaf.shape[1:]), head)
-    x, updates = _scan_layers(group(size, num_groups == 1))(*grouped, x, *broadcast)
+    x, updates = _scan_layers(group(size, num_groups == 1), num_groups)(*grouped, x, *broadcast)
     updates = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), updates)
     if rest:
         x, last = group(rest, True)(*tail, x, *broadcast)
@@ -225,7 +227,7 @@ def _scan_groups(
 
 
 def _run_groups(
-    group: GroupFn, size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
+    group: Callable[[int], GroupFn], size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
     """`every:K` over stacked variables, with a backward pass written by hand.
 
@@ -241,7 +243,7 @@ def _run_groups(
 
     def forward(floats: Tree, others: Tree, keys: Tree, x: Tree) -> tuple[Any, Any]:
         def run(x: Tree, start: Any, count: int) -> tuple[Tree, Tree]:
-            return _group_on(group, start, count, (take(floats[0], start, count), floats[1]), others, keys, x)
+            return _group_on(group(count), start, count, (take(floats[0], start, count), floats[1]), others, keys, x)
 
         def body(x: Tree, start: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
             y, updates = run(x, start, size)
@@ -264,7 +266,7 @@ def _run_groups(
             own = (take(floats[0], start, count), floats[1])
             if num_groups == 1 or count == rest:  # outside a loop XLA would merge this with the forward pass
                 own, x = jax.lax.optimization_barrier((own, x))
-            _, pullback = jax.vjp(lambda own, x: _group_on(group, start, count, own, others, keys, x), own, x)
+            _, pullback = jax.vjp(lambda own, x: _group_on(group(count), start, count, own, others, keys, x), own, x)
             (own_bar, new_broadcast_bar), x_bar = pullback((x_bar, take(updates_bar, start, count)))
             variables_bar = jax.tree.map(
                 lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, start, 0), variables_bar, own_bar

@@ -89,8 +89,10 @@ def with_policy(function: Callable[Args, Result], policy: Policy | str, layers: 
     def under_policy(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         with on_arrays(function, args, kwargs) as call:
             level = _search(call, layers)
-            if not any(inner.stacks for inner, _ in level.levels()) and (policy != NONE or layers is not None):
-                raise _nothing_found(level, layers)
+            stacks = [stack for inner, _ in level.levels() for stack in inner.stacks]
+            missing = [pattern for pattern in _patterns(layers) if not any(stack.matches((pattern,)) for stack in stacks)]
+            if missing or (not stacks and policy != NONE):
+                raise _nothing_found(level, missing)
             _check_references(level, policy)
             kinds = layer_kinds(level)
             named, resolved = _with_names(kinds, policy)
@@ -112,7 +114,7 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
         level = _search(call, layers)
     kinds = layer_kinds(level)
     left = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.left_alone))
-    return FoundLayers(tuple(kinds.shown), left, _looked_at(level, layers))
+    return FoundLayers(tuple(kinds.shown), left, _looked_at(level, layers), kinds.has_complex)
 
 
 # Tracing.
@@ -148,8 +150,8 @@ def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
     )
 
 
-def _nothing_found(level: Level, layers: Patterns) -> UsageError:
-    got = f"no layers match {', '.join(map(repr, _patterns(layers)))}" if layers else "no repeated layers were found"
+def _nothing_found(level: Level, layers: Sequence[str]) -> UsageError:
+    got = f"no layers match {', '.join(map(repr, layers))}" if layers else "no repeated layers were found"
     left = dict.fromkeys(part.line() for inner, _ in level.levels() for part in inner.left_alone)
     return UsageError(
         got,
@@ -208,7 +210,7 @@ class _Run:
         env = {**dict(program.constants), **dict(zip(program.inputs, values, strict=True))}
         steps: _Steps = {}
         for stack in level.stacks:
-            steps |= self._loop(level, stack) if stack.found_by == "scan" else self._unrolled(level, stack)
+            steps |= self._loop(level, stack) if stack.in_scan else self._unrolled(level, stack)
         for n, inner in level.inside.items():
             if program.equations[n].kind == "scan":
                 check_scan(self.policy, program.equations[n].eqn.params["length"])
@@ -266,6 +268,8 @@ class _Run:
         return {stack.span.start: (functools.partial(_run_equation, equation, bind=bind), stack.span.stop)}
 
     def _function(self, layer: Layer) -> Callable[..., Any]:
+        if self.policy == NONE:
+            return layer.piece.run_bare
         return self.kinds.named(layer) if self.named else layer.piece.run
 
 

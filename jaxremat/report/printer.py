@@ -224,7 +224,8 @@ class Printer:
             return lengths_table(self.answers), *sentences.tied_sentences(self.answers), *no_fit_sentences(self.answers)
         if self._num_policies < 2:
             return []
-        return steps.policy_table(self.answers, "policies side by side"), *sentences.tied_sentences(self.answers)
+        table = steps.policy_table(self.answers, "policies side by side")
+        return table, *sentences.tied_sentences(self.answers), *sentences.own_sentences(self.answers)
 
     def no_fit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
@@ -276,7 +277,7 @@ class ExplainPrinter:
     def all_done(self) -> None:
         """Prints several rows side by side, and the policies whose text isn't whole in the tables."""
         if len(self.rows) > 1:
-            self._report.show(memory.rows_table(self.rows))
+            self._report.show(memory.rows_table(self.rows), *sentences.own_sentences(self.rows))
         self._report.say(*policies_in_full(self.rows), wrap=False)
 
     def no_fit(self) -> ExplainRecord | None:

@@ -11,7 +11,7 @@ from jaxremat.report.policy_text import policy_text
 from jaxremat.report.steps import TIED, batch_text, loss_text
 from jaxremat.trial.comparisons import RankRecord
 from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord, SuggestionRecord, TrialRecord
-from jaxremat.trial.ties import trial_ties
+from jaxremat.trial.ties import beside_own, trial_ties
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 
@@ -85,11 +85,13 @@ def failure_sentence(failure: FailureRecord) -> str:
 
 
 def why_not(row: TrialRecord) -> str:
-    """The terms that add up to the total bytes of a step that doesn't fit.
+    """The terms that add up to the total bytes of a step that doesn't fit, where XLA says them.
 
     For example `1.39 GiB parameters, optimizer state and batch + 79.00 GiB temporaries = 80.39 GiB.`
     """
-    state, outputs = row.argument_bytes or 0, (row.output_bytes or 0) - (row.alias_bytes or 0)
+    if row.argument_bytes is None:
+        return "XLA says the total alone of a step that it rejects."
+    state, outputs = row.argument_bytes, (row.output_bytes or 0) - (row.alias_bytes or 0)
     terms = f"{gib(state)} parameters, optimizer state and batch + {gib(row.temp_bytes or 0)} temporaries"
     terms += f" + {gib(outputs)} outputs" if outputs >= 2**20 else ""
     alone = " The state alone is over the budget, whatever the policy." if state > row.budget_bytes else ""
@@ -196,6 +198,27 @@ def tied_sentence(error: float) -> str:
     `error` is how far they may be off beside each other, as a share.
     """
     return f"{TIED} As fast as the fastest: predicted times that differ by less than {error:.0%} don't tell two steps apart."
+
+
+def own_sentences(rows: Sequence[StepRecord]) -> list[str]:
+    """How much better the best policy is than the author's own checkpoints, in one sentence.
+
+    Empty where `own` wasn't requested or nothing is to be compared with it.
+    """
+    found = beside_own(rows)
+    if found is None:
+        return []
+    own, best, share = found.own, found.best, found.faster
+    saved = (own.total_bytes or 0) - (best.total_bytes or 0)
+    size = f"{gib(abs(saved))} {'less' if saved > 0 else 'more'} than"
+    name = f"{policy_text(best)} at batch {batch_text(best)}" if best.batch != own.batch else policy_text(best)
+    beside = f"own, the checkpoints as written, at batch {batch_text(own)}"
+    if not own.fits:
+        return [f"{name} fits. It takes {size} {beside}, which doesn't."]
+    if share is None:
+        return [f"{name} takes {size} {beside}."]
+    speed = "as fast as" if found.is_tied else f"{abs(share):.1%} {'slower' if share < 0 else 'faster'} than"
+    return [f"{name} is {speed} {beside}, and takes {size} it."]
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

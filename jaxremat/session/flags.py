@@ -30,7 +30,7 @@ COMMON_FLAGS = (
     *("policy", "model", "hf", "maxtext", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices"),
     *("budget", "loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price"),
     *("lengths", "num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out"),
-    *("json", "limit", "interval", "once", "version"),
+    *("json", "limit", "interval", "once", "python", "version"),
 )
 Listable = Literal["policies", "models", "targets", "optimizers", "names", "shardings"]
 

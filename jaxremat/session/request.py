@@ -416,6 +416,6 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
             close = nearest(name, PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS"
             raise bad_value("--xla-preset", repr(name), ", ".join(PRESETS), close)
     presets = ("default", *chip_of(flags.target or DEFAULT_DEVICELESS).options.presets)
-    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for GPUs, and not --target {flags.target}",
-            "leave --xla-preset out, or give a GPU: --target h100-80gb"))  # fmt: skip
+    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for other chips than --target {flags.target}",
+            f"leave --xla-preset out; this target has {', '.join(presets)}"))  # fmt: skip
     return names

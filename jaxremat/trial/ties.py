@@ -6,9 +6,10 @@ fast.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
-from jaxremat.trial.record import TrialRecord
+from jaxremat.trial.record import StepRecord, TrialRecord
 
 _Row = TypeVar("_Row")
 
@@ -34,6 +35,42 @@ def trial_ties(rows: Sequence[TrialRecord]) -> list[TrialRecord]:
     fitting = [row for row in rows if row.outcome == "ok"]
     lengths = dict.fromkeys(row.seq_len for row in fitting)
     return [row for n in lengths for row in ties([one for one in fitting if one.seq_len == n], lambda one: one.rate, _error)]
+
+
+@dataclass(frozen=True)
+class BesideOwn:
+    """The author's checkpoints (policy `own`), and the best other policy that fits.
+
+    Attributes:
+        own: the step under `own`.
+        best: the fastest of the others. Where times aren't known, that of the fewest bytes.
+        faster: the share by which `best` has the higher rate, negative if it is the slower one. None where a rate isn't known or
+            `own` doesn't fit.
+        is_tied: whether the times don't tell the two apart.
+    """
+
+    own: StepRecord
+    best: StepRecord
+    faster: float | None = None
+    is_tied: bool = False
+
+
+def beside_own(rows: Sequence[StepRecord]) -> BesideOwn | None:
+    """`own` and the best of the other policies.
+
+    None where `own` wasn't requested or has no bytes, or no other policy fits.
+    """
+    own = next((row for row in reversed(rows) if row.requested_policy == "own" and row.total_bytes is not None), None)
+    others = [row for row in rows if row.requested_policy != "own" and row.fits and not row.error]
+    if own is None or not others:
+        return None
+    trials = [row for row in (own, *others) if isinstance(row, TrialRecord) and row.outcome == "ok"]
+    best = max(others, key=lambda row: (row.rate if isinstance(row, TrialRecord) else 0.0, -(row.total_bytes or 0)))
+    rates = {id(row): row.rate for row in trials if row.rate}
+    if id(own) not in rates or id(best) not in rates:
+        return BesideOwn(own, best)
+    is_tied = len(trial_ties([row for row in trials if row is own or row is best])) == 2
+    return BesideOwn(own, best, rates[id(best)] / rates[id(own)] - 1, is_tied)
 
 
 def _error(best: TrialRecord, row: TrialRecord) -> float:

@@ -9,6 +9,7 @@ compares the predictions with the times of those kernels, and fits the shares.
 """
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -21,7 +22,7 @@ from jaxremat.xla.step_facts import StepTime
 #: The most rows of an embedding's gradient that were measured. Of more rows, each waits as long as one of so many.
 MOST_ROWS = 2**16
 
-_Link = Literal["host", "devices"]
+_Link = Literal["host", "devices", "chip"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     longer than those kernels, the rest is exposed. Kernels beside a collective take `DeviceSpeed.beside_collective` times as
     long, because the collective takes multiprocessors and bandwidth.
 
+    On a TPU, copies that XLA starts early fill the memory on the chip itself beside kernels, at the memory's bandwidth.
+
     The gradient of an embedding takes as long as with tokens that are as frequent as those of text.
 
     The prediction doesn't model overlapping kernels, autotuning, cache hits, elementwise arithmetic, or the input pipeline.
@@ -57,7 +60,16 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
         module: The compiled program.
         speed: The device, with its links if the program has collectives.
     """
-    events = events_of(module)
+    return seconds_of(events_of(module), speed)
+
+
+def seconds_of(events: Sequence[Kernel | Wait], speed: DeviceSpeed) -> StepTime:
+    """The step time of a program's kernels, as `predict_step_time` has it.
+
+    Args:
+        events: the kernels and what they wait for, in order.
+        speed: the device.
+    """
     kernels = [event for event in events if isinstance(event, Kernel)]
     collectives = [kernel for kernel in kernels if kernel.collective]
     awaited = {event.name for event in events if isinstance(event, Wait)}
@@ -73,9 +85,10 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
             compute_s += time.flops_s * event.count
             memory_s += time.bytes_s * event.count
             kernel_s = time.kernel_s * event.count / speed.training_share
-            if event.host_bytes or event.collective:
-                link: _Link = "devices" if event.collective else "host"
-                link_s = _link_seconds(event, speed) * event.count
+            link = _link_of(event, speed, awaited)
+            if link:
+                link_s = kernel_s if link == "chip" else _link_seconds(event, speed) * event.count
+                kernel_s = 0.0 if speed.cycles_per_s and event.name in awaited else kernel_s
                 busy_s[link] += link_s
                 free_at_s[link] = max(free_at_s[link], device_s) + link_s
                 arrives[event.name] = link, free_at_s[link]
@@ -103,6 +116,18 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
         collective_bytes=sum(_sent_bytes(k, speed) * k.count for k in collectives),
         num_collectives=sum(k.count for k in collectives),
     )
+
+
+def _link_of(kernel: Kernel, speed: DeviceSpeed, awaited: Collection[str]) -> _Link | None:
+    """What a kernel's bytes go over while others run. None for one that runs alone.
+
+    `awaited` has the names of those that end at a point of their own.
+    """
+    if kernel.collective:
+        return "devices"
+    if kernel.host_bytes:
+        return "host"
+    return "chip" if speed.cycles_per_s and kernel.name in awaited else None
 
 
 def _beside(kernel_s: float, busy_s: float, slowdown: float) -> float:
@@ -137,6 +162,8 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     those of its threads: where a loop writes into a slice of a larger buffer, each thread writes a few elements, and the
     threads may take longer than the bytes. Rows that are added to the same row wait for each other, which comes on top. A
     collective takes no time of the device beside its exposed seconds.
+
+    On a TPU, a matmul takes the cycles of XLA's own estimate, which has its shapes and its operands' bytes.
     """
     if kernel.collective:
         return KernelTime(0.0, 0.0, 0.0, 0.0)
@@ -146,5 +173,7 @@ def predict_kernel_time(kernel: Kernel, speed: DeviceSpeed) -> KernelTime:
     bytes_s = kernel.num_bytes / speed.bytes_per_s(kernel.kernel_class)
     threads = kernel.elements_written / calibration.elements_per_thread
     writes_s = threads / (calibration.threads_per_clock * speed.clocks_per_s)
+    if speed.cycles_per_s and kernel.cycles is not None and kernel.flops:
+        return KernelTime(kernel.cycles / speed.cycles_per_s, flops_s, bytes_s, 0.0)
     wait_s = speed.row_wait_s * kernel.rows_added * min(kernel.rows_added, MOST_ROWS) ** 0.5
     return KernelTime(max(flops_s, bytes_s, writes_s) + wait_s + calibration.launch_s, flops_s, bytes_s, writes_s)

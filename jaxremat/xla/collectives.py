@@ -110,7 +110,8 @@ def collective_seconds(collective: Collective, links: Links, tables: Tables | No
 
     The devices of a group form a ring, through all devices of a node and then to the next node. All network cards of a node
     that belong to devices of the group are used. An all-reduce over several nodes forms a tree of nodes. What else uses the
-    links isn't modelled, nor are reductions inside a switch (NVLS, SHARP).
+    links isn't modelled, nor are reductions inside a switch (NVLS, SHARP). In a slice of TPUs, rings go along all axes of its
+    layout that the group spans (`chips/tpu/links.py`).
     """
     groups = _device_groups(collective, links)
     if tables is None or links.node_bytes_per_s != tables.node_bytes_per_s:
@@ -149,14 +150,14 @@ def _seconds(collective: Collective, group: tuple[int, ...], links: Links, laten
     match collective.kind:
         case "all-to-all" | "ragged-all-to-all":
             # Each pair of devices sends on its own, so that both kinds of links are busy at once.
-            node_s = collective.num_bytes * (least - 1) / size / links.node_bytes_per_s
+            node_s = collective.num_bytes * (least - 1) / size / links.exchange_bytes_per_s(group)
             bytes_s = max(node_s, collective.num_bytes * (size - least) / size / network if num_nodes > 1 else 0.0)
             node_hops, network_hops = 1, int(num_nodes > 1)
         case "collective-permute":
             bytes_s = collective.num_bytes / (network if num_nodes > 1 else links.node_bytes_per_s)
             node_hops, network_hops = int(num_nodes == 1), int(num_nodes > 1)
         case kind:
-            of_node = links.node_bytes_per_s if least > 1 or num_nodes == 1 else math.inf
+            of_node = links.ring_bytes_per_s(group) if least > 1 or num_nodes == 1 else math.inf
             bandwidth = min(of_node, least * network) if num_nodes > 1 else of_node
             bytes_s = collective.num_bytes * _share_sent(kind, size) / bandwidth
             if kind == "all-reduce":

@@ -40,6 +40,7 @@ _XLA_REMAT = re.compile(r"\.remat\d*(_compressed|_uncompressed)?\d*(\.|$)")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{")
 _TUPLE_INDEX = re.compile(r"(?:^|[ ,])index=(\d+)")
 _INTEGER = re.compile(r"-?\d+")
+_CYCLES = re.compile(r'"estimated_cycles"\s*:\s*"?(\d+)')
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
 
 
@@ -136,6 +137,15 @@ class Instruction:
         match = _TUPLE_INDEX.search(self.attrs)
         return int(match[1]) if match else 0
 
+    @property
+    def cycles(self) -> int | None:
+        """The clock cycles that XLA's compiler estimates, as it does for fusions on a TPU.
+
+        None without an estimate.
+        """
+        match = _CYCLES.search(self.attrs)
+        return int(match[1]) if match else None
+
     def dims_attr(self, key: str) -> tuple[int, ...]:
         """The integers of an attribute: (1, 2) for `lhs_contracting_dims={1,2}`; empty without it."""
         match = re.search(rf"(?:^|[ ,]){key}=\{{([\d, ]*)\}}", self.attrs)
@@ -179,11 +189,14 @@ class Module:
         computations: the computations by name.
         entry: name of the computation at which the program starts.
         aliases: pairs of an output's index and the position of the parameter whose memory that output reuses.
+        is_tiled: whether arrays lie in tiles, as in a TPU's program. Memory spaces other than 0 and the host's are then memory on
+            the chip itself.
     """
 
     computations: dict[str, Computation]
     entry: str
     aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
+    is_tiled: bool = False
 
     @property
     def entry_computation(self) -> Computation:
@@ -200,7 +213,7 @@ def parse(text: str) -> Module:
         ValueError: `text` has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, name, body = "", "", []
+    entry, name, body, is_tiled = "", "", [], False
     aliases: tuple[tuple[tuple[int, ...], int], ...] = ()
     for line in _IN_METADATA.sub("", text).split("\n"):
         if not line:
@@ -210,6 +223,7 @@ def parse(text: str) -> Module:
                 computations[name] = Computation(name, tuple(body))
                 name, body = "", []
             if line.startswith("HloModule"):
+                is_tiled = ":T(" in line  # as in `{1,0:T(8,128)}`
                 aliased = line.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
                 aliases = tuple((_ints(output), int(parameter)) for output, parameter in _ALIAS.findall(aliased))
             elif line.rstrip().endswith("{") and (head := _COMPUTATION.match(line)):
@@ -226,7 +240,7 @@ def parse(text: str) -> Module:
                 for i in computation.instructions
             )
             computations[name] = Computation(name, tuple(counted))
-    return Module(computations, entry, aliases)
+    return Module(computations, entry, aliases, is_tiled)
 
 
 def _trips(computations: Mapping[str, Computation], around: Computation, loop: Instruction) -> int | None:

@@ -28,6 +28,9 @@ _NOT_KERNELS = re.compile(
     "|domain|.*-update"
 )
 _NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placement|MoveTo(Host|Device)|Pin|Unpin")
+#: The calls in the fusions in which a collective begins and ends.
+_BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "copy-start", "tuple", "get-tuple-element", "reshape"})
 #: The scope of an embedding, as the names of libraries have it: `embed_tokens`, `token_embedder`, `wte`.
 _EMBEDDING = re.compile("emb|wte|vocab", re.IGNORECASE)
@@ -63,6 +66,7 @@ class Kernel:
         bytes_written: Bytes written to device memory.
         host_bytes: Bytes of host transfers: from or to pinned host memory, over the link.
         elements_written: Elements that a loop fusion writes into slices of larger buffers; 0 for any other kernel.
+        cycles: Clock cycles by XLA's own estimate, which a TPU's fusions have. None without one.
         rows_added: Rows that the gradient of an embedding adds in bfloat16, one a token; 0 for any other kernel.
         count: Launches per step: the product of the trip counts of the loops around the kernel.
         collective: What a collective sends to other devices. Its bytes aren't counted as those of device memory. None for any
@@ -84,6 +88,7 @@ class Kernel:
     collective: Collective | None = None
     product: Product | None = None
     attention: Attention | None = None
+    cycles: int | None = None
     rows_added: int = 0
 
     @property
@@ -118,6 +123,7 @@ def events_of(module: Module) -> list[Kernel | Wait]:
 def _events(module: Module, name: str, count: int, flops: Callable[[str], ExecutedFlops]) -> list[Kernel | Wait]:
     computation = module.computations[name]
     events: list[Kernel | Wait] = []
+    started: dict[str, str] = {}
     for instruction in computation.instructions:
         opcode = instruction.opcode
         if opcode.endswith("-done"):
@@ -133,6 +139,8 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
                 events += [_started_by(instruction, event) for event in _events(module, called, count, flops)]
         elif is_collective(instruction):
             events.append(_collective(computation, instruction, count))
+        elif opcode == "fusion" and (event := _fused_collective(module, instruction, count, started)):
+            events.append(event)
         elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
             events.append(_kernel(module, computation, instruction, count, flops))
     return events
@@ -149,6 +157,31 @@ def _started_by(start: Instruction, event: Kernel | Wait) -> Kernel | Wait:
 def _collective(computation: Computation, instruction: Instruction, count: int) -> Kernel:
     sent = collective_of(computation, instruction)
     return Kernel(instruction.name, instruction.op_name, "collective", 0, "", 0, 0, 0, 0, count, sent)
+
+
+def _fused_collective(module: Module, fusion: Instruction, count: int, started: dict[str, str]) -> Kernel | Wait | None:
+    """The collective that a fusion is, begins or ends, as XLA makes such fusions for TPUs.
+
+    None for any other fusion. A collective may begin in one fusion and end in another. Those between them compute, and send
+    beside it. A fusion that takes a slice of an all-reduce is a reduce-scatter.
+
+    `started` has the fusion in which a collective began, by its channel.
+    """
+    fused = module.computations[fusion.called[0]]
+    inside = next(filter(is_collective, fused.instructions), None)
+    if inside is None:
+        return None
+    targets = {one.custom_call_target for one in fused.instructions}
+    match = _CHANNEL.search(inside.attrs)
+    channel = match[1] if match else ""
+    if channel in started:
+        return Wait(started.pop(channel)) if _ENDS in targets else None
+    if _BEGINS in targets:
+        started[channel] = fusion.name
+    found = _collective(fused, inside, count)
+    if found.collective and found.collective.kind == "all-reduce" and fused.root.opcode == "dynamic-slice":
+        found = replace(found, collective=replace(found.collective, kind="reduce-scatter"))
+    return replace(found, name=fusion.name, op_name=fusion.op_name)
 
 
 def _branch_size(events: Iterable[Kernel | Wait]) -> tuple[int, int]:
@@ -181,6 +214,7 @@ def _kernel(
         if counts.matmul_flops
         else None,
         attention=next(filter(None, (attention_of(*one) for one in inside)), None) if counts.attention_flops else None,
+        cycles=instruction.cycles,
         rows_added=sum(_rows_added(*one) for one in inside),
     )
 

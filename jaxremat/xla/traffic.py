@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxremat.chips.catalog import may_have_workspace
-from jaxremat.xla.hlo import Computation, Instruction, Module, Shape
+from jaxremat.xla.hlo import HOST_MEMORY, Computation, Instruction, Module, Shape
 
 _SLICES = ("slice", "dynamic-slice", "gather")
 _WHOLE_OPERANDS = re.compile("dot|scaled-dot|convolution|custom-call|reduce-window|sort|scatter|fft|tuple|get-tuple-element")
@@ -35,35 +35,41 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
         reads = []
         for parameter, shapes in zip(fused.parameters, outside, strict=False):
             num_bytes = sum(s.num_bytes for s in shapes) * demand[parameter.name] // max(parameter.num_elements, 1)
-            reads.append((num_bytes, _on_host((*shapes, *parameter.shapes))))
-        return _sum_traffic(reads, _fusion_writes(fused, fused.root))
-    operands = [(sum(s.num_bytes for s in shapes), _on_host(shapes)) for shapes in outside]
+            reads.append((num_bytes, _space((*shapes, *parameter.shapes))))
+        return _sum_traffic(module, reads, _fusion_writes(fused, fused.root))
+    operands = [(sum(s.num_bytes for s in shapes), _space(shapes)) for shapes in outside]
     opcode = instruction.opcode.removesuffix("-start")
-    results = [(s.num_bytes, s.on_host) for s in _results(computation, instruction)]
+    results = [(s.num_bytes, s.memory_space) for s in _results(computation, instruction)]
     if opcode == "dynamic-update-slice":
         update = operands[1][0]
-        return _sum_traffic(operands[1:], [(update, operands[0][1])])
+        return _sum_traffic(module, operands[1:], [(update, operands[0][1])])
     if opcode == "scatter":
         num_targets = (len(operands) - 1) // 2
         updates = operands[num_targets + 1 :]
-        return _sum_traffic(operands[num_targets:] + updates, updates)
+        return _sum_traffic(module, operands[num_targets:] + updates, updates)
     if opcode in _SLICES:
-        return _sum_traffic([(results[0][0], operands[0][1]), *operands[1:]], results)
-    return _sum_traffic(operands, results)
+        return _sum_traffic(module, [(results[0][0], operands[0][1]), *operands[1:]], results)
+    return _sum_traffic(module, operands, results)
 
 
-def _sum_traffic(reads: Iterable[tuple[int, bool]], writes: Iterable[tuple[int, bool]]) -> Traffic:
-    """Sums reads and writes, each given as (bytes, whether in host memory)."""
+def _sum_traffic(module: Module, reads: Iterable[tuple[int, int]], writes: Iterable[tuple[int, int]]) -> Traffic:
+    """Sums reads and writes, each given as (bytes, memory space).
+
+    On a TPU, what is in memory on the chip itself doesn't count.
+    """
     reads, writes = list(reads), list(writes)
-    return Traffic(
-        read=sum(num_bytes for num_bytes, on_host in reads if not on_host),
-        written=sum(num_bytes for num_bytes, on_host in writes if not on_host),
-        host=sum(num_bytes for num_bytes, on_host in reads + writes if on_host),
-    )
+
+    def in_memory(some: list[tuple[int, int]]) -> int:
+        return sum(n for n, space in some if space == 0 or (space != HOST_MEMORY and not module.is_tiled))
+
+    host = sum(num_bytes for num_bytes, space in reads + writes if space == HOST_MEMORY)
+    return Traffic(read=in_memory(reads), written=in_memory(writes), host=host)
 
 
-def _on_host(shapes: Iterable[Shape]) -> bool:
-    return any(s.on_host for s in shapes)
+def _space(shapes: Iterable[Shape]) -> int:
+    """The memory space of arrays: the host's if one of them is there, or else the first one's."""
+    spaces = [s.memory_space for s in shapes]
+    return HOST_MEMORY if HOST_MEMORY in spaces else next(iter(spaces), 0)
 
 
 def _results(computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
@@ -83,17 +89,17 @@ def _results(computation: Computation, instruction: Instruction) -> tuple[Shape,
     return shapes
 
 
-def _fusion_writes(fused: Computation, value: Instruction) -> list[tuple[int, bool]]:
-    """Pairs (bytes, whether in host memory) that a fusion writes for an element of its root."""
+def _fusion_writes(fused: Computation, value: Instruction) -> list[tuple[int, int]]:
+    """Pairs (bytes, memory space) that a fusion writes for an element of its root."""
     if value.opcode == "tuple":
         return [pair for name in value.operands for pair in _fusion_writes(fused, fused.by_name[name])]
     if (updated := updated_in_place(fused, value)) is not None:
-        return [(updated, _on_host(value.shapes))] if updated else []
+        return [(updated, _space(value.shapes))] if updated else []
     if value.opcode == "get-tuple-element":
         source = fused.by_name[value.operands[0]]
         if source.opcode == "custom-call" and value.tuple_index >= len(_results(fused, source)):
             return []
-    return [(s.num_bytes, s.on_host) for s in _results(fused, value)]
+    return [(s.num_bytes, s.memory_space) for s in _results(fused, value)]
 
 
 def updated_in_place(fused: Computation, value: Instruction) -> int | None:

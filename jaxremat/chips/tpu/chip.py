@@ -1,14 +1,19 @@
 """Google's TPUs as a chip. None is used here: programs are compiled for those that aren't."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxremat.chips.chip import Chip, CompilerOptions
+from jaxremat.chips.chip import Chip
 from jaxremat.chips.tpu.attention import CALLS, SPLASH
 from jaxremat.chips.tpu.device import TpuDescription, load_tpu, tpu_names
 from jaxremat.chips.tpu.installed import check_libtpu
+from jaxremat.chips.tpu.options import OPTIONS
 from jaxremat.chips.tpu.refusal import needed_bytes
+from jaxremat.chips.tpu.speed import tpu_speed
 from jaxremat.mesh.axes import MeshShape
+
+if TYPE_CHECKING:
+    from jaxremat.chips.speed import DeviceSpeed
 
 
 class Tpu(Chip):
@@ -22,7 +27,7 @@ class Tpu(Chip):
     is_gpu = False
     attention = SPLASH
     calls = CALLS
-    options = CompilerOptions(memory_limit="xla_tpu_max_hbm_size_mib")
+    options = OPTIONS
     device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
     has_topologies = True
@@ -53,6 +58,9 @@ class Tpu(Chip):
         from jaxremat.chips.tpu.topology import described_devices
 
         return described_devices(load_tpu(text), shape)
+
+    def speed(self, described: TpuDescription, mesh: MeshShape | None = None) -> "DeviceSpeed | None":
+        return tpu_speed(described, mesh)
 
 
 TPU = Tpu()

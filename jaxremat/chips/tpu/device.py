@@ -20,6 +20,28 @@ FOLDER = Path(__file__).parent / "targets"
 
 
 @dataclass(frozen=True)
+class Fitted:
+    """What published steps say of a generation's speed.
+
+    Attributes:
+        cycles_per_s: clock cycles of XLA's estimates that pass in a second.
+        attention_share: share of the peak FLOP/s that the kernels of splash attention reach.
+        bandwidth_share: share of the memory's bandwidth that kernels without a matmul reach.
+        error: how much longer or shorter a real step may take than predicted, as a share: the largest of the published steps,
+            rounded up.
+        paired_error: how far two predicted steps of one model may be off beside each other, as a share.
+        source: the steps.
+    """
+
+    cycles_per_s: float
+    attention_share: float
+    bandwidth_share: float
+    error: float
+    paired_error: float
+    source: str
+
+
+@dataclass(frozen=True)
 class TpuDescription:
     """The description of one TPU, for one device as JAX counts them.
 
@@ -32,6 +54,10 @@ class TpuDescription:
         device_memory_size: bytes that XLA's compiler lets a program take of the device's memory.
         peak_bf16_flops: peak FLOP/s of dense bf16 matmuls.
         memory_bandwidth: bytes/s of the memory.
+        link_bandwidth: bytes/s of one link to a neighbour, in one direction. None if unknown.
+        network_bandwidth: bytes/s that a device sends to other slices. None if unknown.
+        host_link_bandwidth: bytes/s of one direction of the link to the host's memory. None if unknown.
+        fitted: how fast kernels are. None if no published step says so, and then no time is predicted.
     """
 
     name: str
@@ -42,6 +68,10 @@ class TpuDescription:
     device_memory_size: int
     peak_bf16_flops: int
     memory_bandwidth: int
+    link_bandwidth: int | None = None
+    network_bandwidth: int | None = None
+    host_link_bandwidth: int | None = None
+    fitted: Fitted | None = None
     compute_capability: tuple[int, int] | None = None
 
     def to_text(self) -> str:
@@ -58,7 +88,8 @@ def load_tpu(name: str) -> TpuDescription:
     """Loads a bundled TPU by its name, such as `v6e`."""
     values = tomllib.loads((FOLDER / f"{name}.toml").read_text())
     del values["sources"]
-    return TpuDescription(name, **values)
+    fitted = Fitted(**values.pop("fitted")) if "fitted" in values else None
+    return TpuDescription(name, **values, fitted=fitted)
 
 
 def layout_of(tpu: TpuDescription, num_devices: int, requested: str | None = None) -> str:

@@ -1,0 +1,184 @@
+"""The command `jaxremat diff`: what a change did to bytes, FLOPs and predicted times.
+
+    jaxremat diff before.jsonl after.jsonl                             two stores (--out of run, explain and sweep)
+    jaxremat diff main -- --model model.py:workload --policy dots      a git revision, and the working tree
+    jaxremat diff v1 v2 -- --model model.py:workload --policy dots     two git revisions
+    jaxremat diff --python new/bin/python -- --policy dots --batch 8   this environment, and another one
+
+After `--` come the flags of `jaxremat run`. With `--batch`, `jaxremat explain` runs too, and bytes are compared by category and
+name.
+
+Exit codes: 0 nothing differs, 1 something does or failed, 2 usage, 130 interrupted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from jaxremat.cli.command import flags_command
+from jaxremat.errors import JaxrematError, UsageError, bad_value
+from jaxremat.system.files import parse_json
+from jaxremat.system.process import Deadline, run_until
+
+if TYPE_CHECKING:
+    from jaxremat.trial.record import Record
+
+#: Seconds that one command of one side may take.
+_LIMIT_S = 24 * 3600.0
+_EXAMPLE = "jaxremat diff main -- --model model.py:workload --policy dots --batch 8"
+
+
+@dataclass(frozen=True)
+class DiffFlags:
+    """What a change did to bytes, FLOPs and predicted times, by step, category and name.
+
+    jaxremat diff A B [-- FLAGS]. A and B are two stores of records, or two git revisions, where a B that is left out is the
+    working tree. With --python there is neither: this environment is compared with another one. FLAGS are those of jaxremat
+    run. With --batch among them, bytes are compared by category and name, too.
+    """
+
+    python: Annotated[Path | None, Parameter(metavar="other/bin/python")] = None
+    """The Python of the other environment, in which jaxremat is installed too."""
+    top: int = 8
+    """How many rows say who holds the memory, of each step."""
+    json: bool = False
+    """Print one JSON object a line: a row for each step, and one for each category and name that differs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, of_run = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    num_places = next((n for n, word in enumerate(own) if word.startswith("-")), len(own))
+    return flags_command(DiffFlags, own[num_places:], "diff", lambda flags: compare(flags, own[:num_places], of_run))
+
+
+def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> int:
+    """Prints what differs between the two sides, and returns the exit code.
+
+    Args:
+        flags: the flags of the command itself.
+        places: the two stores or revisions.
+        of_run: the flags of `jaxremat run`.
+
+    Raises:
+        UsageError: the places aren't two stores, or revisions with the flags of a run.
+        JaxrematError: the run of a side failed.
+    """
+    if flags.top < 1:
+        raise bad_value("--top", str(flags.top), "1 or more", "8 is the default")
+    before, after = _both_sides(flags, places, of_run)
+    from jaxremat.report.diff import changes_report
+    from jaxremat.report.screen import shared_screen
+    from jaxremat.trial.difference import compared
+
+    changes = compared(before, after)
+    for row in (*changes.steps, *changes.at_peak) if flags.json else ():
+        print(json.dumps(asdict(row)))
+    for part in () if flags.json else changes_report(changes, flags.top):
+        shared_screen().results.print(part)
+    return int(changes.differs)
+
+
+def _both_sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
+    """The records of both sides."""
+    if flags.python and not places and of_run:
+        return _side(sys.executable, Path(), of_run, "this environment"), _side(
+            str(flags.python), Path(), of_run, str(flags.python)
+        )
+    if not flags.python and not of_run and len(places) == 2:
+        return _stored(places[0]), _stored(places[1])
+    if not flags.python and of_run and 1 <= len(places) <= 2:
+        with ExitStack() as trees:
+            folders = [trees.enter_context(_tree(place)) for place in places]
+            first, second = (*folders, Path())[:2]
+            names = (*places, "the working tree")
+            return _side(sys.executable, first, of_run, names[0]), _side(sys.executable, second, of_run, names[1])
+    got = " ".join([*places, *(["--python"] if flags.python else []), *(["-- ..."] if of_run else [])])
+    raise UsageError(
+        f"jaxremat diff got {got or 'nothing to compare'}",
+        allowed="two stores; one or two git revisions, -- and the flags of a run; or --python, -- and the flags of a run",
+        next_step=_EXAMPLE,
+    )
+
+
+def _stored(place: str) -> "list[Record]":
+    """The records of a store."""
+    try:
+        text = Path(place).read_text()
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{place!r} can't be read as a store: {error}",
+            cause="a git revision needs -- and the flags of a run",
+            next_step=_EXAMPLE,
+        ) from None
+    return _records_of(text, place)
+
+
+def _records_of(text: str, place: str) -> "list[Record]":
+    """The records of lines of JSON."""
+    from jaxremat.trial.lines import from_row
+
+    try:
+        return [from_row(parse_json(line)) for line in text.splitlines() if line.strip()]
+    except (ValueError, JaxrematError) as error:
+        raise JaxrematError(
+            f"{place} has a line that is no record: {error}", next_step="the file that --out wrote"
+        ) from None
+
+
+@contextmanager
+def _tree(revision: str) -> Iterator[Path]:
+    """A context with the folder that is this one at a revision of its git repository."""
+    prefix = _git("rev-parse", "--show-prefix")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        _git("worktree", "add", "--detach", str(tree), f"{revision}^{{commit}}", revision=revision)
+        try:
+            yield tree / prefix
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*words: str, revision: str = "") -> str:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True)
+    except OSError as error:
+        raise UsageError(f"git can't be run: {error.strerror}", next_step="two stores instead of revisions") from None
+    if done.returncode:
+        got = f"there is no revision {revision!r}" if revision else "this folder is in no git repository"
+        raise UsageError(f"{got}: {done.stderr.strip()}", next_step=_EXAMPLE)
+    return done.stdout.strip()
+
+
+def _side(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[Record]":
+    """The records of one side, of `jaxremat run` and, with a batch, of `jaxremat explain`.
+
+    Raises:
+        JaxrematError: a command failed, or wrote no records.
+    """
+    root = str(Path.cwd().resolve())
+    if any(root in word for word in of_run) and folder != Path():
+        raise UsageError(
+            f"{root} is in the flags of the run, and the same files would run twice", next_step="a relative path"
+        )
+    has_batch = any(word.partition("=")[0] == "--batch" for word in of_run)
+    found: list[Record] = []
+    for command in ("run", "explain") if has_batch else ("run",):
+        print(f"jaxremat: {side}: jaxremat {command}", file=sys.stderr)
+        words = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), python, "-m", "jaxremat", command, *of_run, "--json"]
+        ended = run_until(Deadline(_LIMIT_S), words, os.environ)
+        if ended.code not in (0, 3):  # 3: nothing fits, and the records say so
+            last = (ended.tail.strip().splitlines() or ["it printed nothing"])[-1]
+            raise JaxrematError(f"{side}: jaxremat {command} failed: {last}", next_step="the same flags without diff")
+        found += _records_of(ended.out, side)
+    return found

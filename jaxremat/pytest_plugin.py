@@ -1,0 +1,286 @@
+"""A pytest plugin: the compiled memory of a train step may not grow above a baseline.
+
+    def test_step_memory(memory_baseline):
+        memory_baseline(step, (params, batch), "h100-80gb")
+
+`pytest --update-baselines` writes the baselines, and any other run compares with them. They are in one file, by the version of
+JAX, by target and by test. A test that fails names the buffers at the peak that grew, with their source lines. The file belongs
+into the repository: `memory_baselines.json` beside pytest's configuration, or what its ini option `memory_baselines` says.
+"""
+
+import fcntl
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from jaxremat.chips.target import Target
+    from jaxremat.xla.compile import Compilation
+    from jaxremat.xla.memory import CompiledMemory
+
+#: How many of the grown buffers a failing test names.
+_NUM_SHOWN = 8
+#: Buffers of fewer bytes at the peak than this share of the total are one entry of a baseline.
+_SMALL = 1e-3
+_UPDATE = "pytest --update-baselines"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The bytes at the peak of the buffers with one category and one label.
+
+    Attributes:
+        category: the category, such as `residuals`.
+        label: the label, such as `mlp/wi/dot_general`.
+        source: the source line of the largest buffer, such as `model.py:41`; empty if XLA doesn't know it.
+        num_bytes: the bytes.
+    """
+
+    category: str
+    label: str
+    source: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The compiled memory of one step.
+
+    Attributes:
+        total_bytes: XLA's total on a device.
+        host_bytes: bytes of the host's memory.
+        at_peak: the bytes of the buffers at the peak, the largest first.
+        versions: by library, its version.
+    """
+
+    total_bytes: int
+    host_bytes: int
+    at_peak: tuple[Holding, ...]
+    versions: dict[str, str | None]
+
+
+#: A file of baselines: by JAX, by target, by test.
+Baselines = dict[str, dict[str, dict[str, Baseline]]]
+
+
+@dataclass
+class MemoryBaseline:
+    """What the fixture `memory_baseline` gives to a test: a function that compiles a step and compares its memory.
+
+    Attributes:
+        path: the file of baselines.
+        root: pytest's root folder, from which source lines are shown.
+        test: the node id of the test.
+        update: whether baselines are written.
+        warn: takes a warning's text.
+    """
+
+    path: Path
+    root: Path
+    test: str
+    update: bool
+    warn: Callable[[str], None]
+    _seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def __call__(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        target: "Target | str",
+        *,
+        name: str = "",
+        tolerance: int | str = 0,
+        donate_argnums: int | tuple[int, ...] = (),
+    ) -> "CompiledMemory":
+        """Compiles `step(*args)` for `target`, and fails the test if it needs more memory than its baseline.
+
+        Args:
+            step: any function that JAX can trace, or an already jitted function, which has its own donation.
+            args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
+            target: a target or its name, such as `h100-80gb`.
+            name: tells two steps of one test for one target apart.
+            tolerance: how much more is allowed: bytes, or text such as `64MiB` or `1%`.
+            donate_argnums: as for `jax.jit`. It has an effect only if `step` isn't jitted yet.
+
+        Returns:
+            The compiled memory, for further assertions.
+
+        Raises:
+            UsageError: the tolerance can't be read, or an earlier call of the test was for the same target and name.
+            TargetError: the target is unknown, or JAX in this process can't compile for it.
+            CompileError: XLA rejected the program.
+        """
+        __tracebackhide__ = True
+        import jax
+
+        from jaxremat.errors import UsageError
+        from jaxremat.xla.compile import lower_and_compile
+
+        target_name = target if isinstance(target, str) else target.name
+        if (target_name, name) in self._seen:
+            raise UsageError(
+                f"memory_baseline was called twice for {target_name} in {self.test}", next_step="name= for one of the steps"
+            )
+        self._seen.add((target_name, name))
+        key, places = f"{self.test} {name}".strip(), (f"jax {jax.__version__}", target_name)
+        allowed = _bytes_of(tolerance)
+        found = lower_and_compile(step, args, target, donate_argnums=donate_argnums, keep_dump=True)
+        now = baseline_of(found, self.root)
+        if self.update:
+            _update(self.path, key, places, now)
+            return found.memory
+        baselines = _baselines_of(self.path.read_bytes() if self.path.exists() else b"", self.path)
+        before = baselines.get(places[0], {}).get(places[1], {}).get(key)
+        if before is None:
+            pytest.fail(_missing(key, places, now, baselines, self.path), pytrace=False)
+        pairs = (("total", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes))
+        if any(after > was + allowed(was) for _, was, after in pairs):
+            pytest.fail(_grown(key, places, before, now), pytrace=False)
+        if now.total_bytes < before.total_bytes - allowed(before.total_bytes):
+            self.warn(f"{key}: the step takes less than its baseline on {places[1]}; {_UPDATE} writes the new one")
+        return found.memory
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--update-baselines` and the ini option `memory_baselines`."""
+    group = parser.getgroup("jaxremat")
+    group.addoption(
+        "--update-baselines", action="store_true", help="write the baselines of the tests that use memory_baseline"
+    )
+    parser.addini("memory_baselines", "the file of baselines of memory_baseline", default="memory_baselines.json")
+
+
+@pytest.fixture
+def memory_baseline(request: pytest.FixtureRequest) -> MemoryBaseline:
+    """Compares the compiled memory of a step with its baseline: see `MemoryBaseline`."""
+    config = request.config
+    return MemoryBaseline(
+        path=config.rootpath / config.getini("memory_baselines"),
+        root=config.rootpath,
+        test=request.node.nodeid,
+        update=bool(config.getoption("--update-baselines")),
+        warn=lambda text: request.node.warn(pytest.PytestWarning(text)),
+    )
+
+
+def baseline_of(compilation: "Compilation", root: Path) -> Baseline:
+    """The baseline of a step that was compiled with `keep_dump`."""
+    from jaxremat.chips.installed import versions
+    from jaxremat.xla.buffers import held, holders
+
+    memory_map = compilation.memory_map
+    parts: dict[tuple[str, str], Holding] = {}
+    for group in holders(held(memory_map, memory_map.peak)):
+        first = group.buffers[0]
+        small = group.num_bytes < _SMALL * memory_map.total_bytes
+        key = ("smaller buffers", "") if small else (first.category, group.label)
+        source = parts[key].source if key in parts else "" if small else _shown(first.source, root)
+        parts[key] = Holding(*key, source, group.num_bytes + (parts[key].num_bytes if key in parts else 0))
+    total = memory_map.total_bytes
+    parts["gaps", ""] = Holding("gaps", "", "", total - sum(part.num_bytes for part in parts.values()))
+    by_size = tuple(sorted(parts.values(), key=lambda part: -part.num_bytes))
+    return Baseline(total, memory_map.host_bytes, by_size, versions())
+
+
+def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
+    """The allowed growth of a number of bytes."""
+    from jaxremat.units import parse_bytes
+
+    if isinstance(tolerance, int):
+        return lambda _: tolerance
+    if share := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", tolerance):
+        return lambda num_bytes: int(float(share[1]) / 100 * num_bytes)
+    return lambda _: parse_bytes(tolerance)
+
+
+def _shown(source: str, root: Path) -> str:
+    """A source line from the root folder, or from a package's folder: the same on every machine."""
+    inside = source.removeprefix(f"{root}/")
+    return inside.rpartition("site-packages/")[2]
+
+
+def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> None:
+    """Writes one baseline into the file.
+
+    Tests in other processes may write theirs at the same time.
+    """
+    import msgspec
+
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        baselines = _baselines_of(file.read(), path)
+        baselines.setdefault(places[0], {}).setdefault(places[1], {})[key] = now
+        text = msgspec.json.format(msgspec.json.encode(baselines, order="deterministic"), indent=1)
+        file.truncate(0)
+        file.write(text + b"\n")
+
+
+def _baselines_of(content: bytes, path: Path) -> Baselines:
+    """The baselines that a file holds."""
+    import msgspec
+
+    from jaxremat.errors import UsageError
+
+    try:
+        return msgspec.json.decode(content or b"{}", type=Baselines)
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"{str(path)!r} holds no baselines: {error}",
+            next_step=f"the file as it was committed, or remove it and {_UPDATE}",
+        ) from None
+
+
+def _missing(key: str, places: tuple[str, str], now: Baseline, baselines: Baselines, path: Path) -> str:
+    """The message of a test without a baseline, with those of other versions of JAX."""
+    from jaxremat.units import gib
+
+    others = [
+        f"with {jax} it is {gib(of_target[places[1]][key].total_bytes)}"
+        for jax, of_target in baselines.items()
+        if key in of_target.get(places[1], {})
+    ]
+    lines = [
+        f"{path.name} has no baseline of {key} on {places[1]} with {places[0]}",
+        f"The step takes {gib(now.total_bytes)}{''.join(f'; {other}' for other in others)}",
+        f"Next: {_UPDATE}",
+    ]
+    return "\n".join(lines)
+
+
+def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -> str:
+    """The message of a test whose step grew: by how much, in which buffers, and what else is different."""
+    from jaxremat.units import gib
+
+    lines = [f"{key}: the step takes more memory on {places[1]} than its baseline, with {places[0]}"]
+    for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
+        if after != was:
+            share = f" ({(after - was) / was:+.1%})" if was else ""
+            lines.append(f"  {where}: {gib(was)} became {gib(after)}, {_signed(after - was)}{share}")
+    former = {(one.category, one.label): one.num_bytes for one in before.at_peak}
+    changes = [(one.num_bytes - former.get((one.category, one.label), 0), one) for one in now.at_peak]
+    grown = sorted((change for change in changes if change[0] > 0), key=lambda change: -change[0])
+    lines += ["At the peak on the device these grew:"] if grown else []
+    for growth, one in grown[:_NUM_SHOWN]:
+        was = former.get((one.category, one.label))
+        words = (one.category, one.label, one.source, "new" if was is None else f"{gib(was)} became {gib(one.num_bytes)}")
+        lines.append(f"  {_signed(growth):>12}  {'  '.join(word for word in words if word)}")
+    if len(grown) > _NUM_SHOWN:
+        lines.append(f"  and {len(grown) - _NUM_SHOWN} more")
+    others = [
+        f"{package} {before.versions.get(package)} became {version}"
+        for package, version in now.versions.items()
+        if before.versions.get(package) != version
+    ]
+    lines += [f"Other versions: {', '.join(others)}"] if others else []
+    return "\n".join([*lines, f"Next: {_UPDATE}, if this is meant"])
+
+
+def _signed(num_bytes: int) -> str:
+    from jaxremat.units import gib
+
+    return f"{'+' if num_bytes >= 0 else '-'}{gib(abs(num_bytes))}"

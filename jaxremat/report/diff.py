@@ -1,0 +1,77 @@
+"""The report of `jaxremat diff`: tables of steps and of who holds the memory, and lines."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import RenderableType
+
+from jaxremat.report.table import counted, gib_number, list_table, number
+from jaxremat.trial.difference import Changes, PeakChange
+from jaxremat.units import gib
+
+
+def changes_report(changes: Changes, num_rows: int) -> Iterator[RenderableType]:
+    """The tables and lines that show `changes`.
+
+    Args:
+        changes: the changes.
+        num_rows: how many rows of a step the table of what holds the memory has.
+    """
+    if changes.versions:
+        each = (f"{name} {before or '-'} became {after or '-'}" for name, (before, after) in changes.versions.items())
+        yield f"Versions: {', '.join(each)}."
+    if changed := [step for step in changes.steps if step.differs]:
+        columns = ("step", "GiB", "change", "TFLOP", "change", "predicted ms", "change", "largest batch")
+        rows = [
+            (
+                step.step,
+                *_pair(step.total_bytes, gib_number),
+                *_pair(step.executed_flops, lambda flops: number(flops, 2, 1e12)),
+                *_pair(step.step_s, lambda seconds: number(seconds, 1, 1e-3)),
+                " to ".join(map(str, dict.fromkeys(step.largest_batch))).replace("None", "-"),
+            )
+            for step in changed
+        ]
+        yield list_table("what changed", columns, rows)
+    if changes.at_peak:
+        by_step: dict[str, list[PeakChange]] = {}
+        for change in changes.at_peak:
+            by_step.setdefault(change.step, []).append(change)
+        for step, found in by_step.items():
+            yield _peak_table(step, found, num_rows)
+    for step in changes.steps:
+        for side, error in zip(("before", "after"), step.error, strict=True):
+            if error and len({*step.error}) > 1:
+                yield f"{step.step}: failed {side}: {error}"
+    for side, steps in zip(("Before", "After"), changes.only, strict=True):
+        yield from (f"{side} alone: {step}." for step in steps)
+    same = len(changes.steps) - len(changed)
+    yield f"Without a difference: {counted(same, 'step')} of {len(changes.steps)}."
+
+
+def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int) -> RenderableType:
+    """Where the bytes at the peak differ, the largest differences first."""
+    rows = [
+        (
+            change.category,
+            change.label or "-",
+            *map(gib_number, change.num_bytes),
+            _signed(change.num_bytes[1] - change.num_bytes[0]),
+        )
+        for change in found[:num_rows]
+    ]
+    if rest := found[num_rows:]:
+        difference = sum(change.num_bytes[1] - change.num_bytes[0] for change in rest)
+        rows.append((f"{len(rest)} more", "", "", "", _signed(difference)))
+    return list_table(f"who holds the peak: {step}", ("category", "name", "GiB before", "after", "change"), rows, left=2)
+
+
+def _pair(pair: tuple[float | None, float | None], shown: Callable[..., str]) -> tuple[str, str]:
+    """The second number, and by how much it is above the first."""
+    before, after = pair
+    if before is None or after is None:
+        return shown(after), "-"
+    return shown(after), f"{after / before - 1:+.2%}" if before else "-"
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'+' if num_bytes >= 0 else '-'}{gib(abs(num_bytes)).removesuffix(' GiB')}"

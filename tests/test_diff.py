@@ -1,0 +1,131 @@
+"""`jaxremat diff`: records of two sides, compared."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxremat.cli.diff import main
+from jaxremat.report.diff import changes_report
+from jaxremat.trial.details import HeldBytes
+from jaxremat.trial.difference import PeakChange, compared
+from jaxremat.trial.lines import to_json
+from jaxremat.trial.record import Record
+from tests.made_up_records import GIB, explained, plan, record, search, step, trial
+from tests.user_files import TRAIN
+
+RESIDUALS = HeldBytes(category="residuals", label="mlp/wi", num_bytes=GIB, num_buffers=1, num_layers=12)
+OTHER = HeldBytes(category="residuals", label="mlp/wi", num_bytes=2 * GIB, num_buffers=1, num_layers=12)
+
+
+def stored(folder: Path, name: str, *records: Record) -> str:
+    """A store in the folder."""
+    path = folder / name
+    path.write_text("".join(f"{to_json(one)}\n" for one in records))
+    return str(path)
+
+
+def test_equal_records_have_no_difference():
+    records = [step(), search(), explained(held=(RESIDUALS,)), record()]
+    changes = compared(records, records)
+    assert not changes.differs
+    assert len(changes.steps) == 3
+
+
+def test_bytes_flops_and_times_of_one_request_are_pairs():
+    before, after = (
+        step(step_s=seconds, total_bytes=GIB, executed_flops=flops) for seconds, flops in ((0.01, 5), (0.02, 6))
+    )
+    (change,) = compared([before], [after]).steps
+    assert (change.total_bytes, change.executed_flops, change.step_s) == ((GIB, GIB), (5, 6), (0.01, 0.02))
+    assert change.differs
+
+
+def test_bytes_differ_by_category_and_name():
+    (change,) = compared([explained(held=(RESIDUALS,))], [explained(held=(OTHER,))]).at_peak
+    assert isinstance(change, PeakChange)
+    assert (change.category, change.label, change.num_bytes) == ("residuals", "mlp/wi", (GIB, 2 * GIB))
+
+
+def test_a_request_of_one_side_alone_is_named():
+    changes = compared([step(batch=8), trial(4, "probe"), plan()], [step(batch=16), record()])
+    assert [len(side) for side in changes.only] == [1, 2]
+    assert changes.differs
+
+
+def test_the_largest_batch_of_a_search_is_compared():
+    (change,) = compared([search(largest_batch=8)], [search(largest_batch=9)]).steps
+    assert change.largest_batch == (8, 9)
+
+
+def test_versions_that_differ_are_named():
+    changes = compared([step(versions={"jax": "0.10.2"})], [step(versions={"jax": "0.12.0"})])
+    assert changes.versions == {"jax": ("0.10.2", "0.12.0")}
+    assert not changes.differs
+
+
+def test_a_report_has_a_table_for_each_kind_of_change():
+    before, after = (
+        [step(total_bytes=GIB), explained(held=(RESIDUALS,))],
+        [step(total_bytes=3 * GIB), explained(held=(OTHER,))],
+    )
+    parts = [*changes_report(compared(before, after), 8)]
+    assert [not isinstance(part, str) for part in parts] == [True, True, False]
+
+
+def test_two_stores_are_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = stored(tmp_path, "a.jsonl", step(total_bytes=GIB))
+    other = stored(tmp_path, "b.jsonl", step(total_bytes=2 * GIB))
+    assert main([one, one]) == 0
+    capsys.readouterr()
+    assert main([one, other, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["total_bytes"] == [GIB, 2 * GIB]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["a"],
+        ["a", "b"],
+        ["a", "b", "c"],
+        ["--python", "p"],
+        ["a", "--python", "p", "--", "--model", "tiny"],
+        ["--top", "0"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_to_compare_is_a_usage_error(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+
+
+def test_a_line_that_is_no_record_is_one_error(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"record": "nothing"}\n')
+    assert main([str(tmp_path / "a.jsonl")] * 2) == 1
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_a_revision_is_compared_with_the_working_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """In a folder of a repository; the file names the residual, and one side is wider."""
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path / "models")
+    Path("train.py").write_text(TRAIN)
+    run = ("--", "--model", "train.py:workload", "--policy", "none", "--batch", "512", "--target", "a100-40gb")
+    assert main(["HEAD", *run]) == 2  # in no repository
+    as_someone = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "a")):
+        subprocess.run([*as_someone, *words], check=True)
+    Path("train.py").write_text(TRAIN.replace("width: int = 4", "width: int = 1024"))
+    assert main(["nowhere", *run]) == 2
+    assert main(["HEAD", "--json", *run]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    (changed,) = (row for row in rows if row["record"] == "step")
+    assert changed["total_bytes"][1] > changed["total_bytes"][0]
+    grown = {row["label"]: row["num_bytes"] for row in rows if row["record"] == "peak"}
+    assert grown["w"] == [64, 4 * 2**20]
+    assert not subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout.count("\n") > 1

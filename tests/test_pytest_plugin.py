@@ -1,0 +1,117 @@
+"""The fixture `memory_baseline`: a step that grew fails, and the message has the buffers."""
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from jaxremat.errors import UsageError
+from jaxremat.pytest_plugin import (
+    Baseline,
+    Holding,
+    MemoryBaseline,
+    _baselines_of,
+    _bytes_of,
+    _grown,
+    _missing,
+    _shown,
+    _update,
+)
+
+PLACES = ("jax 0.10.2", "h100-80gb")
+BEFORE = Baseline(
+    1000, 0, (Holding("residuals", "mlp/wi", "model.py:4", 600), Holding("gaps", "", "", 400)), {"jax": "0.10.2"}
+)
+STEP = """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp, pytest
+
+
+def loss(w, x):
+    hidden = jnp.tanh(x @ w)
+    return (hidden @ w.T).sum()
+
+
+@pytest.mark.parametrize(("name", "width"), {widths}.items(), ids=lambda value: value if isinstance(value, str) else "")
+def test_step(memory_baseline, name, width):
+    memory_baseline(jax.grad(loss), (jnp.zeros((256, width)), jnp.zeros((8192, 256))), "a100-40gb")
+"""
+
+
+@pytest.mark.parametrize(("tolerance", "allowed"), [(5, 5), ("1%", 10), ("2.5 %", 25), ("1KiB", 1024)])
+def test_tolerances_are_bytes_or_shares(tolerance: int | str, allowed: int):
+    assert _bytes_of(tolerance)(1000) == allowed
+
+
+@pytest.mark.parametrize("tolerance", ["1 percent", "-3", "%"])
+def test_another_tolerance_is_an_error(tolerance: str):
+    with pytest.raises(UsageError):
+        _bytes_of(tolerance)(1000)
+
+
+def test_baselines_of_two_tests_are_in_one_file(tmp_path: Path):
+    file = tmp_path / "baselines.json"
+    _update(file, "a", PLACES, BEFORE)
+    _update(file, "b", PLACES, BEFORE)
+    assert _baselines_of(file.read_bytes(), file) == {"jax 0.10.2": {"h100-80gb": {"a": BEFORE, "b": BEFORE}}}
+
+
+def test_a_damaged_file_is_one_error(tmp_path: Path):
+    with pytest.raises(UsageError):
+        _baselines_of(b'{"jax 0.10.2": 3}', tmp_path / "baselines.json")
+
+
+def test_the_message_names_what_grew_with_its_line():
+    grown = (
+        Holding("residuals", "mlp/wi", "model.py:5", 900),
+        Holding("gaps", "", "", 400),
+        Holding("outputs", "y", "", 100),
+    )
+    text = _grown("test_a", PLACES, BEFORE, Baseline(1400, 7, grown, {"jax": "0.10.2", "jaxlib": "1"}))
+    lines = text.splitlines()
+    assert [line.split()[-1] for line in lines if "residuals" in line or "outputs" in line] == ["GiB", "new"]
+    assert "model.py:5" in text
+    assert "jaxlib None became 1" in text
+    assert "gaps" not in text
+
+
+def test_a_missing_baseline_shows_that_of_another_jax():
+    text = _missing("a", ("jax 0.12.0", "h100-80gb"), BEFORE, {"jax 0.10.2": {"h100-80gb": {"a": BEFORE}}}, Path("b.json"))
+    assert "jax 0.10.2" in text
+    assert "jax 0.12.0" in text
+
+
+def test_sources_are_the_same_on_every_machine():
+    assert _shown("/home/a/b/model.py:4", Path("/home/a")) == "b/model.py:4"
+    assert _shown("/x/lib/site-packages/flax/linen.py:7", Path("/home/a")) == "flax/linen.py:7"
+    assert _shown("", Path("/home/a")) == ""
+
+
+def test_two_steps_of_a_test_need_names(tmp_path: Path):
+    baseline = MemoryBaseline(tmp_path / "b.json", tmp_path, "test_a", False, warn=print, _seen={("h100-80gb", "")})
+    with pytest.raises(UsageError):
+        baseline(lambda x: x, (1.0,), "h100-80gb")
+
+
+@pytest.mark.full
+def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.Pytester):
+    is_installed = any(point.name == "jaxremat" for point in entry_points(group="pytest11"))
+    words = (*(() if is_installed else ("-p", "jaxremat.pytest_plugin")), "-p", "no:cacheprovider", "-n0")
+
+    def run(widths: dict[str, int], *more: str) -> tuple[dict[str, int], str]:
+        pytester.makepyfile(test_memory=STEP.format(widths=widths))
+        done = pytester.runpytest_subprocess(*words, *more)
+        return done.parseoutcomes(), done.stdout.str()
+
+    widths = {"same": 256, "grown": 256, "smaller": 256}
+    assert run(widths)[0] == {"failed": 3}
+    assert run(widths, "--update-baselines")[0] == {"passed": 3}
+    of_target = next(iter(json.loads(Path(pytester.path, "memory_baselines.json").read_text()).values()))
+    assert {sum(part["num_bytes"] for part in one["at_peak"]) for one in of_target["a100-40gb"].values()} == {
+        one["total_bytes"] for one in of_target["a100-40gb"].values()
+    }
+    result, output = run({"same": 256, "grown": 512, "smaller": 128})
+    assert result == {"failed": 1, "passed": 2, "warnings": 1}
+    assert "test_memory.py:" in output.partition("At the peak")[2]
