@@ -64,6 +64,8 @@ EXAMPLES = {
     "nnx_transformer": Example(LANGUAGE, (("at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)),
     "equinox_transformer": Example(LANGUAGE, (("at equinox_transformer.py", "repeat", 3),), 76.9, 8),
     "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("at plain_scan.py", "scan", 3),), 435.5, 24),
+    "lora": Example({**LANGUAGE, "rank": 4}, (("at lora.py", "scan", 3),), 444.5, 24),
+    "qlora": Example({**LANGUAGE, "rank": 4}, (("at qlora.py", "scan", 3),), 42.2, 24),
     "encoder_batchnorm": Example(
         {
             **{"num_frames": 32, "num_features": 8, "num_labels": 16},
