@@ -238,7 +238,9 @@ def _processor_s() -> float:
 
 def of_boundary(child: Child) -> Row:
     """The largest batch with its total, the next one with what the compiler says of it, and what it says below that total."""
-    row = dict(child.find("search") or {})
+    row: Row = {}
+    if search := child.find("search"):
+        row["num_compiles"] = search["num_compiles"]
     if below := child.find("below"):
         row |= {"below_limit_bytes": below["limit_bytes"], "below_bytes": below["bytes"], "below_fits": below["fits"]}
     if fits := child.find("whole", fits=True):
