@@ -15,10 +15,9 @@ from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.hull import lower_hull
-from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost, Steps
-from jaxremat.planner.unrolled import plan_unrolled
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from tests.planner_formula import LAYERS, Xla, layer_at
 from tests.small_problems import solve_by_trying_all
@@ -113,12 +112,9 @@ def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_es
 
         return steps
 
-    in_loop, unrolled = {}, {}
-    looped = find_plan(search()(in_loop), **options)
-    if isinstance(looped, Plan):
-        of_both = search()
-        more = {name: value for name, value in options.items() if name not in ("losses", "named")}
-        plan_unrolled(of_both(unrolled), looped, of_both(in_loop), **more)
+    find_plan(search()({}), **options)
+    of_both = search()
+    find_plans([of_both({}), of_both({})], **options)
     is_bounded = options["objective"] != "batch" or len(options["batches"]) < 100
     for found in searches:
         assert all(one.at_most is None or one.at_most >= len(found) for one in found)

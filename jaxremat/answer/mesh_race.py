@@ -2,8 +2,8 @@
 
 The meshes are compared for one policy, or for plans.
 
-Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its full-remat step
-(`planner/outlook.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
+Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its full-remat steps
+(`planner/search.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
 straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
 than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
 """
@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.answer.layer_estimate import cost_of, speed_of
-from jaxremat.answer.planned import OnCompile, plan_bounds, plan_run
+from jaxremat.answer.planned import OnCompile, Planned, plan_bounds
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.batch import GROWTH, largest_batch
 from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.curve import Curve, CurvePoint
-from jaxremat.planner.free_batch import at_most
-from jaxremat.planner.outlook import first_accepted
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.race import Reached, Standing, race, still_running
+from jaxremat.planner.search import SMALLER, at_most
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
 from jaxremat.trial.details import ComparedMesh
@@ -163,21 +162,20 @@ def _unless_rejected(one: Entrant, steps: Iterator[float | Reached]) -> Iterator
 
 
 def _plans(one: Entrant, batch: int | None, max_batch: int | None, on_compile: OnCompile) -> Iterator[float | Reached]:
-    """The bounds of a mesh's plans, and the speed of its plan at the batch of the last bound."""
+    """The bounds of a mesh's plans, and the speed of its plan."""
     trials = one.trials
     assert trials is not None, "only meshes with trials are compared"
     loss = trials.factory.facts(trials.train).loss
     batches = [batch] if batch else trials.batches(max_batch)
-    for bound in plan_bounds(trials, loss=loss, batches=batches, on_compile=on_compile):
-        batch = bound.batch
-        if bound.speed:  # where nothing fits under `nothing`, a plan may still run groups of layers again
-            yield trials.num_members * trials.train.accumulate * bound.speed
-    options = {"batch": batch, "max_batch": max_batch, "on_compile": on_compile}
-    planned = plan_run(trials, losses=(loss,), named=False, **options)
-    answer = planned.answer
-    one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
-    speed = trials.num_members * answer.batch * trials.train_at(answer.batch).accumulate / answer.cost.step_s
-    yield Reached(speed if isinstance(planned.found, Plan) else 0.0)
+    times = trials.num_members * trials.train.accumulate
+    for found in plan_bounds(trials, loss=loss, batches=batches, on_compile=on_compile):
+        if isinstance(found, Planned):
+            answer = found.answer
+            one.batch, one.total_bytes = answer.batch, answer.cost.total_bytes
+            speed = trials.num_members * answer.batch * trials.train_at(answer.batch).accumulate / answer.cost.step_s
+            yield Reached(speed if isinstance(found.found, Plan) else 0.0)
+        elif found:  # where nothing fits under `nothing`, a plan may still run groups of layers again
+            yield times * found
 
 
 def _largest(
@@ -208,7 +206,7 @@ def _largest(
         fixed_bytes = trials.state_bytes()
         guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
         high = at_most(batches[1:], min(guess, GROWTH * low))
-        second = first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
+        second = _first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
         curve = Curve((CurvePoint(low, first), second))
         reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
         yield speed(reach, curve.at(reach))
@@ -222,6 +220,23 @@ def _largest(
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes
         yield Reached(speed(found.largest, _microbatch(trials, policy, found.largest)))
+
+
+def _first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:
+    """The step at `high`, or at the first smaller batch whose step XLA accepts.
+
+    Each batch is a quarter of the one before.
+
+    Raises:
+        CompileError: XLA rejects the step at the smallest batch, too.
+    """
+    while True:
+        try:
+            return CurvePoint(high, compile_step(high))
+        except CompileError:
+            if high == batches[0]:
+                raise
+            high = at_most(batches, high // SMALLER)
 
 
 def _microbatch(trials: Trials, policy: Policy, batch: int) -> Cost:

@@ -1,6 +1,7 @@
 """`--policy auto`: a plan for the layers of a workload, with JAX and XLA behind the planner."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,11 +11,10 @@ from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.outlook import SpeedBound, speed_bounds
-from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plan, most_compiles
+from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
+from jaxremat.planner.search import Search, possible
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.planner.unrolled import is_better, plan_unrolled
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
@@ -74,15 +74,15 @@ def plan_run(
         max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches
             to choose among.
         objective: what to plan for, as in `find_plan`.
-        on_compile: called before each compile with the policy, the batch, and which compile it is. The compiles of each layout,
-            and those of the plan that offloads nothing, are counted from 1.
+        on_compile: called before each compile with the policy, the batch, and which compile it is. The compiles of a plan that
+            offloads nothing, because XLA rejected one that does, are counted from 1.
         on_best: called with the trials, the policy and the batch of each step that fits and is better than those before, by
             the objective, and with the number of compiles so far.
         budget_bytes: a budget in place of the trials' own.
         offload: whether to try plans that offload more. They assume that kernels hide the host transfers of as many bytes as
             the link moves while a layer runs; the compiled schedule shows whether they do. Otherwise a host transfer is priced
             as if no kernel hid it.
-        layouts: the layouts of the layers to choose between: empty for that of the trials, or both. See `planner/unrolled.py`.
+        layouts: the layouts of the layers to choose between: empty for that of the trials, or both. See `planner/search.py`.
         named: whether the named policies that could fit are compiled too.
 
     Raises:
@@ -124,40 +124,45 @@ def _plan(
 
     `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plan`.
     """
-    loop = _Compiles(trials.with_layout("loop") if layouts else trials, **common)
-    options = options | {"fixed_bytes": loop.trials.with_loss(losses[0]).state_bytes()}
-    batch, objective = options["batch"], options["objective"]
-    looped = find_plan(loop.steps(batch), losses=losses, named=named and not layouts, **options)
-    if not layouts or isinstance(looped, NoPlan):
-        return loop.planned(looped)
-    unrolled = _Compiles(trials.with_layout("unrolled"), is_other=True, waits=dict(loop.waits), **common)
-    found, rejected = None, ""
-    try:
-        compiles = Compiles()  # of this search, in both layouts
-        found = plan_unrolled(unrolled.steps(batch, compiles), looped, loop.steps(batch, compiles), **options)
-    except CompileError as error:  # the plan for the scan stands
-        rejected = str(error)
-    if found and is_better(found, looped, objective):
-        return replace(unrolled.planned(found), others=(loop.planned(looped),))
-    # With the named policies. Nothing is compiled twice.
-    looped = find_plan(loop.steps(batch), losses=losses, named=named, **options)
-    return replace(loop.planned(looped), others=(unrolled.planned(found),) if found else (), rejected=rejected)
+    first = _Compiles(trials.with_layout("loop") if layouts else trials, compiles=Compiles(), **common)
+    all_layouts = [first]
+    if layouts:
+        of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
+        all_layouts.append(replace(first, trials=trials.with_layout("unrolled"), **of_scan))
+    fixed_bytes = first.trials.with_loss(losses[0]).state_bytes()
+    steps = [replace(one.steps(options["batch"]), known=one.known(losses)) for one in all_layouts]
+    found, *others = find_plans(steps, losses=losses, named=named, fixed_bytes=fixed_bytes, **options)
+    assert found.plan is not None, "the layers' own layout has a plan, or a step that doesn't fit"
+    answer = first.planned(found.plan)
+    for one, unrolled in zip(all_layouts[1:], others, strict=True):
+        if unrolled.plan is None:
+            return replace(answer, rejected=unrolled.rejected)
+        other = one.planned(unrolled.plan)
+        if isinstance(unrolled.plan, Plan) and isinstance(found.plan, Plan):
+            if is_better(unrolled.plan, found.plan, options["objective"]):
+                return replace(other, others=(answer,))
+            return replace(answer, others=(other,), rejected=unrolled.rejected)
+    return answer
 
 
-def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile: OnCompile) -> Iterator[SpeedBound]:
-    """Yields upper bounds of the speed of any plan, from high to low (`planner/outlook.py`).
+def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile: OnCompile) -> Iterator[float | Planned]:
+    """Plans under one loss, and yields an upper bound of the speed after each compile.
 
-    They are those of one data-parallel group. Each takes one more compile. How many compiles
-    there are at most counts those of the plan at the batch of the last bound, too.
+    Then it yields the plan. Named policies are left out.
+    The speed is in samples a second of one data-parallel group, for one microbatch.
 
     Raises:
         TargetError: the target's speed isn't known.
         UsageError: no repeated layers were found in the workload.
         CompileError: XLA rejected a step.
     """
-    steps = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time")).steps(batches[0])
-    steps = steps.before(most_compiles(steps, batches[0], named=False))
-    return speed_bounds(steps, loss, trials.with_loss(loss).state_bytes(), batches)
+    of_plan = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time"), Compiles())
+    steps, fixed_bytes = of_plan.steps(batches[0]), trials.with_loss(loss).state_bytes()
+    search = Search(steps, (loss,), batches if len(batches) == 1 else possible(steps, fixed_bytes, batches), fixed_bytes)
+    yield from search.bounds()
+    found = found_by(search, "time").plan
+    assert found is not None, "the layers' own layout has a plan, or a step that doesn't fit"
+    yield of_plan.planned(found)
 
 
 @dataclass
@@ -194,6 +199,7 @@ class _Compiles:
         on_compile: as in `plan_run`.
         log: the policies of all compiles so far, those in other layouts too.
         best: the best compiled step so far, of those in other layouts too.
+        compiles: counts the compiles.
         waits: on a mesh, exposed seconds for each second of collectives, in the compiled full-remat step
             at each batch. Unrolled layers begin with those of a scan.
         is_other: whether the layers are unrolled to be compared with a scan.
@@ -206,16 +212,17 @@ class _Compiles:
     on_compile: OnCompile
     log: list[Policy]
     best: _Best
-    waits: dict[int, float] = field(default_factory=dict)
+    compiles: Compiles
+    waits: MutableMapping[int, float] = field(default_factory=dict)
     is_other: bool = False
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
-    def compile(self, policy: Policy, loss: str, batch: int, compiles: Compiles) -> Cost:
+    def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
         trials, speed = self.trials.with_loss(loss), speed_of(self.trials.target)
         if batch not in trials.of(policy).done:
             self.log.append(policy)
             how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
-            self.on_compile(", ".join([*how, str(policy)]), batch, compiles.next())
+            self.on_compile(", ".join([*how, str(policy)]), batch, self.compiles.next())
         done = replace(trials, keep_dump=policy == NOTHING and not self.is_other).compile(policy, batch)
         if policy == NOTHING and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
@@ -226,9 +233,14 @@ class _Compiles:
             self.best.look_at(trials, policy, batch, cost, len(self.log))
         return cost
 
-    def steps(self, batch: int | None, compiles: Compiles | None = None) -> Steps:
-        """The steps for one search of the planner, and what counts its compiles."""
-        compiles = compiles or Compiles()
+    def known(self, losses: Sequence[str]) -> tuple[tuple[Policy, str, int], ...]:
+        """The steps in this layout that were compiled before."""
+        policies = {steps.policy: None for steps in self.trials.steps.values()}
+        done = {(loss, policy): self.trials.with_loss(loss).of(policy).compiled for loss in losses for policy in policies}
+        return tuple((policy, loss, batch) for (loss, policy), compiled in done.items() for batch in compiled)
+
+    def steps(self, batch: int | None) -> Steps:
+        """The steps for one search of the planner."""
         layers, _ = self.layers_at(batch or self.trials.workload_at().num_samples or 1)
         if not layers.layer.allows(NOTHING):
             raise UsageError(
@@ -237,8 +249,8 @@ class _Compiles:
             )
         return Steps(
             layer_at=lambda batch: self.layers_at(batch)[0].layer,
-            compile=lambda policy, loss, batch: self.compile(policy, loss, batch, compiles),
-            expect=compiles.expect,
+            compile=self.compile,
+            expect=self.compiles.expect,
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,

@@ -9,5 +9,6 @@ The modules, in the order in which they build on each other:
 * `hull.py` goes from one layer to a stack of equal layers. `estimate.py` has what is known about a layer.
 * `shared_budget.py` makes one layer of several kinds of layers.
 * `candidates.py` makes policies for the whole stack. `corrections.py` corrects them by compiled steps.
-* `steps.py` is the interface to the compiler. `free_batch.py` chooses a batch. `plan.py` makes the plan.
+* `steps.py` is the interface to the compiler, and `curve.py` has everything around the layers, by batch.
+* `search.py` is the one loop that compiles. `race.py` runs it on several meshes, and `plan.py` makes a plan of its answer.
 """

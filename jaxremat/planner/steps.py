@@ -42,6 +42,7 @@ class Steps:
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
         allows: whether a plan may choose a policy.
         has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
+        known: the policies, losses and batches of steps that were compiled before, for other rows of the same command.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
 
@@ -52,6 +53,7 @@ class Steps:
     has_groups: bool | None = None
     allows: Callable[[Policy], bool] = lambda policy: True
     has_own_base: bool = False
+    known: tuple[tuple[Policy, str, int], ...] = ()
     expect: Callable[[int], None] = lambda further: None
 
     def before(self, compiles: int) -> "Steps":

@@ -293,7 +293,7 @@ class _Reader:
         return [self._chain(group) for group in groups]
 
     def _chain(self, values: list[HloValue]) -> _Chain:
-        written = [(self._origin(value), value) for value in values if not value.is_phi]
+        written = [(self._origin(value), value) for value in values if not value.is_phi or self._of_branches(value)]
         stacked = [pair for pair in written if pair[0].num_layers > 1]
         named = [pair for pair in written if pair[0].op_name]
         origin, value = (stacked or named or written or [(NO_ORIGIN, values[0])])[-1]
@@ -305,6 +305,14 @@ class _Reader:
             made=self._live(value)[0],
             origin=origin,
         )
+
+    def _of_branches(self, value: HloValue) -> bool:
+        """Whether a value is the result of a conditional.
+
+        One of its branches may write zeros in place of the value.
+        """
+        instruction = self._instruction(value.name.partition("{")[0])
+        return instruction is not None and instruction.opcode == "conditional"
 
     def _vocabulary(self, chains: list[_Chain]) -> int:
         """The last dimension of the logits; 0 if there are none.

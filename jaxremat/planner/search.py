@@ -1,0 +1,531 @@
+"""The one loop of the planner: it compiles what promises the most, and learns from it.
+
+This is a best-first search with optimistic bounds.
+
+A candidate is a step: what the layers save, the loss, the batch and, by the search that it is from, the layout and the mesh.
+The loop compiles one after the other. The next one is always the one of the most expected samples per second:
+
+1. The full-remat step at a batch. Its bytes and seconds are those of everything around the layers. Before it is compiled,
+   they are read off a straight line through those that are (`curve.py`), and the first line goes through the bytes of the
+   training state.
+2. Where two estimates of a layer disagree, the policy on which they disagree most. Its seconds say which estimate is right.
+3. The best choice of residuals in the bytes that are left (`candidates.py`), while it saves seconds that are worth a
+   compile. The bytes of a compiled candidate correct what is expected of the next ones, at other batches too
+   (`corrections.py`).
+4. The named policies that may fit, at the batch of the best step. The model may be wrong about `none`, and XLA decides.
+
+The loop ends where no step is expected to be faster than the best compiled one that fits by what a compile is worth. The
+answer is the fastest step that fits among all that was compiled. Of equally fast steps it has the fewest bytes.
+
+Example: in 100 GiB the first line says that up to 40 sequences fit, of which 24 are the fastest. The full-remat step of 24
+is compiled: 60 GiB and 250 ms, of which the layers spend 50 ms on recomputing. In the 40 GiB that are left, saving `a` and
+`c` is expected to take 20 ms less. That step is compiled, and takes 102 GiB. So the next candidates are expected to take 2
+GiB more, and saving `a` alone, 15 ms less, is compiled: 90 GiB. `none` would take 180 GiB and isn't tried. The answer is
+`save:a`.
+
+Unrolled layers take from a scan of the same layers what both have in common: the full-remat step at each batch, and the
+right estimate. A scan copies what it saves into stacks and out of them, and it compiles several times faster. So it is
+searched first. On a mesh a scan stores the stack of the layers' gradients from the beginning of the backward pass, and
+unrolled layers don't. There (`Steps.has_own_base`) the unrolled full-remat step is compiled too.
+
+Upper bounds of the speed (`Search.bounds`) are what meshes are compared by (`race.py`). No plan is faster than the
+full-remat step without the seconds of recomputing, plus the least seconds that any choice of residuals takes in the bytes
+that are left (`hull.py`). The first full-remat step has a batch that no step exceeds, or a quarter of it where XLA rejects a
+step so large. That smaller batches are as fast for each sequence, and that their bytes lie on the line from the state, makes
+the bound too high.
+"""
+
+import bisect
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxremat.errors import CompileError
+from jaxremat.planner.batch import spaced
+from jaxremat.planner.candidates import best_candidate, named_policies
+from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.estimate import Candidate, LayerEstimate, policy_of
+from jaxremat.planner.evaluate import evaluate
+from jaxremat.planner.hull import lower_bound
+from jaxremat.planner.problem import Decision, union
+from jaxremat.planner.steps import Cost, Steps
+from jaxremat.policy.spec import NOTHING, Policy, Rule
+
+REFERENCE_BATCH = 8  # at which a layer's problem is made where the batch is free; other batches scale it
+_MAX_BASES = 8  # full-remat steps compiled for each loss where the batch is free
+_MAX_UNROLLED_BASES = 3  # of a scan, for the unrolled layers
+_MAX_CANDIDATES = 3  # candidates compiled at a batch and loss
+_MAX_PLACES = 2  # batches and losses at which candidates are compiled
+_MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
+SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
+_SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
+_WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
+_SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where it is expected to exceed the budget by this factor
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A step that was compiled.
+
+    Attributes:
+        policy: what its layers save.
+        loss: its loss.
+        batch: sequences in the step.
+        cost: what it takes.
+    """
+
+    policy: Policy
+    loss: str
+    batch: int
+    cost: Cost
+
+    @property
+    def speed(self) -> float:
+        """Sequences per second."""
+        return self.batch / self.cost.step_s
+
+
+@dataclass(frozen=True)
+class Place:
+    """A loss and a batch, and the sequences per second that are expected there."""
+
+    loss: str
+    batch: int
+    speed: float = field(default=math.inf, compare=False)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A step to compile. `candidate` is the planner's own choice, where it is one."""
+
+    policy: Policy
+    place: Place
+    candidate: Candidate | None = None
+
+
+@dataclass
+class Search:
+    """The search for the fastest step of one layout on one mesh.
+
+    `next` proposes a step, and `compile` compiles it.
+
+    Attributes:
+        steps: the steps to plan.
+        losses: the losses to choose among.
+        batches: the batches to choose among, in rising order. One that is given, or those at which a step could fit.
+        fixed_bytes: bytes of the parameters and the optimizer state.
+        named: whether the named policies that could fit are compiled too.
+        scanned: of unrolled layers, the search with the same layers in a scan.
+        tried: every compiled step, in order.
+        curves: the full-remat step by batch, for each loss that has one.
+        corrections: what compiled candidates say of bytes, by the place at which they were compiled.
+        candidates: those of the planner's own choices that were compiled.
+        disputed: what the policies save on which two estimates of a layer disagree.
+        estimate: which of the estimates of a layer is right: 0 for the first one.
+        num_judged: alternatives that were compared with it.
+        current: the place at which candidates are compiled.
+        finished: the places at which no further candidate is worth a compile.
+        num_bases: full-remat steps that were compiled for this search, those of a scan included.
+        start: the batch of the first full-remat step. 0 for the largest one.
+        rejected: why XLA rejected a step, which ended the search. Empty if it didn't.
+        memo: what was computed from the model in its present state.
+    """
+
+    steps: Steps
+    losses: Sequence[str]
+    batches: Sequence[int]
+    fixed_bytes: int = 0
+    named: bool = True
+    scanned: "Search | None" = None
+    tried: dict[tuple[Policy, str, int], Tried] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    corrections: dict[Place, Corrections] = field(default_factory=dict)
+    candidates: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
+    disputed: dict[Policy, Decision] = field(default_factory=dict)
+    estimate: int = 0
+    num_judged: int = 0
+    current: Place | None = None
+    finished: list[Place] = field(default_factory=list)
+    num_bases: int = 0
+    start: int = 0
+    rejected: str = ""
+    memo: dict[Hashable, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.scanned:
+            self.curves = self.scanned.curves
+
+    # What is known.
+
+    @property
+    def reference(self) -> int:
+        """The batch at which a layer's problem is made."""
+        return self.batches[0] if len(self.batches) == 1 else REFERENCE_BATCH
+
+    def layer_at(self, batch: int) -> LayerEstimate:
+        """The layer at a batch, by the estimate that compiled steps agree with."""
+        first = self.steps.layer_at(batch)
+        estimates = (first, *first.alternatives)
+        if self.scanned:
+            right = self.scanned.layer_at(batch).assumption
+            return next((one for one in estimates if one.assumption == right), first)
+        return estimates[self.estimate]
+
+    @property
+    def first_batch(self) -> int:
+        """The batch of the first full-remat step."""
+        return self.start or self.batches[-1]
+
+    def base(self, place: Place) -> Cost:
+        """The full-remat step: compiled, or as its curve has it."""
+        key = (NOTHING, place.loss, place.batch)
+        if own := self.tried.get(key):
+            # What is known of single values is that they lie in memory at the peak of a scan.
+            return replace(own.cost, without=None) if self.scanned else own.cost
+        scanned = self.scanned and self.scanned.tried.get(key)
+        return scanned.cost if scanned else self.curves[place.loss].at(place.batch)
+
+    def fitting(self) -> Iterator[Tried]:
+        """The compiled steps that fit, at the batches to choose among."""
+        return (step for step in self.tried.values() if self.steps.fits(step.cost) and step.batch in self.batches)
+
+    def best(self) -> Tried | None:
+        """The fastest compiled step that fits; of equally fast ones, that of the fewest bytes."""
+        return min(self.fitting(), key=lambda step: (-step.speed, step.cost.total_bytes), default=None)
+
+    def least(self) -> Tried:
+        """The compiled step of the fewest bytes, at the smallest batch that was compiled."""
+        return min(self.tried.values(), key=lambda step: (step.batch, step.cost.total_bytes))
+
+    # The next step.
+
+    def next(self, named: bool = False) -> Proposal | None:
+        """The step that is expected to be the fastest, of those that are worth a compile.
+
+        None where there is none. With `named` the named policies are among them.
+        """
+        if self.rejected:
+            return None
+        if without := [loss for loss in self.losses if loss not in self.curves]:
+            return None if self.scanned else Proposal(NOTHING, Place(without[0], self.first_batch))
+        if dispute := self._dispute():
+            return dispute
+        while len(self.finished) < self._max_places:
+            place, best = self.current or self.best_place(), self.best()
+            if place is None:
+                return None if self.finished else self._of_least_bytes()
+            if self.finished and (place in self.finished or best is None or place.speed <= best.speed * (1 + _WORTH)):
+                break
+            if proposal := self._at(place):
+                return proposal
+            self.finished.append(place)
+            self.current = None
+        best = self.best()
+        place = Place(best.loss, best.batch) if best else self.finished[0]
+        return self._named(place) if named or self.scanned else None
+
+    def _at(self, place: Place) -> Proposal | None:
+        """The next step at a place: full remat, and then the best candidates."""
+        base, budget_bytes = self.base(place), self.steps.budget_bytes
+        needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
+        if needs_own or not self._is_compiled(place):
+            return Proposal(NOTHING, place)
+        here = {policy: one for (policy, at), one in self.candidates.items() if at == place}
+        corrections = self.corrections.get(place) or Corrections(base.total_bytes, budget_bytes, base.without)
+        candidate = best_candidate(self.layer_at(place.batch), self.steps.num_layers, corrections)
+        if candidate is None or candidate.policy in here or len(here) == _MAX_CANDIDATES:
+            return None
+        tried = {policy: self.tried[policy, place.loss, place.batch] for policy in here}
+        fits = [one.cost_s for policy, one in here.items() if self.steps.fits(tried[policy].cost)]
+        if fits and min(fits) - candidate.cost_s < _WORTH * base.step_s:
+            return None
+        return Proposal(candidate.policy, place, candidate)
+
+    def _named(self, place: Place) -> Proposal | None:
+        """The next named policy that could fit at a place.
+
+        Of unrolled layers it is `none`: no candidate takes fewer operations.
+        """
+        limit_bytes = (1.0 if self.scanned else _SURELY_TOO_BIG) * self.steps.budget_bytes - self.base(place).total_bytes
+        for policy, saved_bytes in self._named_bytes(place.batch).items():
+            if (policy, place.loss, place.batch) not in self.tried and saved_bytes <= limit_bytes:
+                return Proposal(policy, place)
+        return None
+
+    def _named_bytes(self, batch: int) -> dict[Policy, int]:
+        layer = self.layer_at(batch)
+        values = layer.problem.values
+        return {
+            policy: self.steps.num_layers * sum(values[v].num_bytes for v in saved)
+            for policy, saved in named_policies(layer).items()
+            if policy == Rule("none") or not self.scanned
+        }
+
+    def _of_least_bytes(self) -> Proposal | None:
+        """Where no batch is expected to fit: the policies of the least bytes, at the smallest one."""
+        if self.scanned:
+            return None
+        batch = self.batches[0]
+        loss = min(self.losses, key=lambda loss: self.curves[loss].at(batch).total_bytes)
+        for policy in (NOTHING, self.steps.least[-1]):
+            if (policy, loss, batch) not in self.tried:
+                return Proposal(policy, Place(loss, batch))
+        return None
+
+    # Compiling.
+
+    def compile(self, proposal: Proposal) -> None:
+        """Compiles a step, and learns from it.
+
+        A first full-remat step that XLA rejects is proposed again at a quarter of its batch.
+
+        Raises:
+            CompileError: XLA rejects another step.
+        """
+        policy, place = proposal.policy, proposal.place
+        self.num_bases += policy == NOTHING
+        if policy == NOTHING and self.scanned and not self._is_compiled(place):
+            return self.scanned.compile(proposal)
+        try:
+            cost = self.add(policy, place).cost
+        except CompileError:
+            if policy != NOTHING or place.loss in self.curves or place.batch == self.batches[0]:
+                raise
+            self.start = at_most(self.batches, place.batch // SMALLER)
+            return None
+        if policy == NOTHING and not self.scanned:
+            self._extend(place, cost)
+        if candidate := proposal.candidate:
+            base = self.base(place)
+            before = self.corrections.get(place) or Corrections(base.total_bytes, self.steps.budget_bytes, base.without)
+            self.current = place
+            self.candidates[policy, place] = candidate
+            self.corrections[place] = before.learn(candidate, cost.total_bytes)
+        return None
+
+    def attempt(self, proposal: Proposal) -> None:
+        """`compile`, where a rejection ends the search of unrolled layers.
+
+        The plan for the scan stands.
+        """
+        try:
+            self.compile(proposal)
+        except CompileError as error:
+            if self.scanned is None:
+                raise
+            self.rejected = str(error)
+
+    def add(self, policy: Policy, place: Place) -> Tried:
+        """The step, compiled once."""
+        key = (policy, place.loss, place.batch)
+        if key not in self.tried:
+            self.tried[key] = Tried(*key, self.steps.compile(*key))
+        return self.tried[key]
+
+    def _extend(self, place: Place, cost: Cost) -> None:
+        """Adds a compiled step to the curve of its loss.
+
+        The first one begins at the state, and the second one does without.
+        """
+        if place.loss not in self.curves:
+            start = CurvePoint(0, Cost(self.fixed_bytes, 0.0))
+            self.curves[place.loss] = Curve((start, CurvePoint(place.batch, cost)))
+            return
+        points = tuple(point for point in self.curves[place.loss].points if point.batch)
+        self.curves[place.loss] = Curve(points).with_point(place.batch, cost)
+
+    # Estimates of a layer.
+
+    def _dispute(self) -> Proposal | None:
+        """The policy on which the right estimate so far and the next one disagree.
+
+        None where all were compared.
+
+        Of two estimates, that is right whose saved seconds are nearer to those of the compiled step.
+        """
+        others = () if self.scanned else self.steps.layer_at(self.reference).alternatives
+        while self.num_judged < len(others):
+            first, other = self.layer_at(self.reference), others[self.num_judged]
+            place = Place(self.losses[0], next(point.batch for point in self.curves[self.losses[0]].points if point.batch))
+            base, scale = self.base(place), self.steps.num_layers * place.batch / self.reference
+            decision, policy = _largest_dispute(first, other)
+            self.disputed[policy] = decision
+            saved_s, other_s = (scale * (one.nothing_s - evaluate(one.problem, decision).cost_s) for one in (first, other))
+            if abs(saved_s - other_s) >= _SAME_SPEED * base.step_s:
+                done = self.tried.get((policy, place.loss, place.batch))
+                if done is None:
+                    return Proposal(policy, place)
+                compiled_s = base.step_s - done.cost.step_s
+                if abs(compiled_s - other_s) < abs(compiled_s - saved_s):
+                    self.estimate = self.num_judged + 1
+            self.num_judged += 1
+        return None
+
+    # The place.
+
+    def best_place(self) -> Place | None:
+        """The loss and the batch of the most sequences per second, by the model.
+
+        A bound says within microseconds how fast each could be. The best candidate is searched for those that were compiled, and
+        for some of the highest bounds. Among equally fast ones, one that was compiled is taken, because then it is the answer.
+
+        Returns:
+            None where not even the smallest batch is expected to fit.
+        """
+        layer, num_layers, beyond = self.layer_at(self.reference), self.steps.num_layers, self._beyond()
+        key = (id(layer), tuple(self.curves.items()), tuple(beyond.items()), self._bases_left > 0)
+        if key not in self.memo:
+            self.memo[key] = layer, self._best_place(layer, num_layers, beyond)
+        return self.memo[key][1]
+
+    def _best_place(self, layer: LayerEstimate, num_layers: int, beyond: dict[int, int]) -> Place | None:
+        nothing_s = num_layers * layer.hull[0].cost_s
+        looked_at = self._bounds(layer)
+        looked_at.sort(key=lambda bound: (-bound.speed, bound.batch))
+        compiled = [bound for bound in looked_at if self._is_compiled(bound)]
+        left = 0 if self._bases_left <= 0 else _MAX_LOOKED_AT
+        reached: list[Place] = []
+        for bound in (*compiled, *looked_at[:left]):
+            if reached and bound.speed <= _enough(reached):
+                continue
+            base = self.base(bound)
+            left_bytes = int((self.steps.budget_bytes - base.total_bytes) * self.reference / bound.batch)
+            best = best_candidate(layer, num_layers, Corrections(0, left_bytes, beyond_bytes=beyond))
+            saved_s = nothing_s - best.cost_s if best else 0.0
+            reached.append(replace(bound, speed=self._speed(bound.batch, base.step_s, saved_s)))
+        if not reached:
+            return None
+        equal = [place for place in reached if place.speed >= _enough(reached)]
+        return min(equal, key=lambda place: (not self._is_compiled(place), place.batch, -place.speed, place.loss))
+
+    def bounds(self) -> Iterator[float]:
+        """Searches, and yields after each compile the most sequences per second of any step.
+
+        The named policies are left out.
+
+        It is 0 where no full-remat step fits.
+        """
+        least = math.inf
+        for _ in find([self], named=False):
+            layer = self.steps.layer_at(self.reference)
+            found = [place.speed for one in (layer, *layer.alternatives) for place in self._bounds(one)]
+            least = min(least, max(found, default=0.0)) if self.curves else least
+            yield least
+
+    def _bounds(self, layer: LayerEstimate) -> list[Place]:
+        """The places that are expected to fit, with the highest speed that any plan can reach there."""
+        num_layers, found = self.steps.num_layers, list[Place]()
+        nothing_s = num_layers * layer.hull[0].cost_s
+        for loss, curve in self.curves.items():
+            for batch in self.batches:
+                base = curve.at(batch)
+                if base.total_bytes > self.steps.budget_bytes:
+                    break
+                left_bytes = int((self.steps.budget_bytes - base.total_bytes) * self.reference / batch)
+                saved_s = nothing_s - lower_bound(layer.hull, num_layers, left_bytes)
+                found.append(Place(loss, batch, self._speed(batch, base.step_s, saved_s)))
+        return found
+
+    def _speed(self, batch: int, step_s: float, saved_s: float) -> float:
+        return batch / (step_s - batch / self.reference * saved_s)
+
+    def _beyond(self) -> dict[int, int]:
+        """The bytes that the last candidates took beyond what was expected, at the reference batch.
+
+        They are by the number of layers in a group.
+        """
+        for place, learned in reversed(self.corrections.items()):
+            return {size: n * self.reference // place.batch for size, n in learned.beyond_bytes.items() if n}
+        return {}
+
+    def _is_compiled(self, place: Place) -> bool:
+        return self.curves[place.loss].is_compiled(place.batch)
+
+    # How many compiles are to come.
+
+    @property
+    def _max_places(self) -> int:
+        return 1 if self.scanned or len(self.batches) == 1 else _MAX_PLACES
+
+    @property
+    def _bases_left(self) -> int:
+        """How many further full-remat steps may be compiled."""
+        if len(self.batches) == 1:
+            return 0
+        return _MAX_UNROLLED_BASES - self.num_bases if self.scanned else _MAX_BASES + len(self.losses) - self.num_bases
+
+    def most_left(self, named: bool) -> int:
+        """How many compiles are to come at most, with those of the named policies or without."""
+        first = self.steps.layer_at(self.reference)
+        least = 1 + len(named_policies(first)) if named and not self.scanned else 1
+        if self.scanned:
+            return max(0, self._bases_left) + self.steps.has_own_base + _MAX_CANDIDATES - len(self.candidates) + least
+        smaller, start = 0, self.first_batch
+        while start > self.batches[0] and len(self.curves) < len(self.losses):
+            smaller, start = smaller + 1, at_most(self.batches, start // SMALLER)
+        unknown = len([loss for loss in self.losses if loss not in self.curves])
+        bases = unknown + smaller + max(0, self._bases_left)
+        candidates = self._max_places * _MAX_CANDIDATES - len(self.candidates)
+        return bases + len(first.alternatives) - self.num_judged + max(0, candidates) + least
+
+
+def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
+    """Compiles what promises the most, until no step is worth it. Yields after each compile.
+
+    The searches are those of a scan and of the same layers, unrolled. The named policies are compiled in the faster layout.
+    What was compiled before is known from the start.
+    """
+    for search in searches:
+        for policy, loss, batch in search.steps.known:
+            if batch in search.batches:
+                search.add(policy, Place(loss, batch))
+    while True:
+        ahead = max(searches, key=lambda search: best.speed if (best := search.best()) else 0.0)
+        steps = [*((search, False) for search in searches), *([(ahead, True)] if named else [])]
+        search, step = next(((one, step) for one, has_named in steps if (step := one.next(has_named))), (ahead, None))
+        if step is None:
+            return
+        searches[0].steps.expect(sum(one.most_left(named) for one in searches))
+        search.attempt(step)
+        yield
+
+
+def at_most(batches: Sequence[int], limit: float) -> int:
+    """The largest batch up to the limit, or the smallest batch if all are above the limit."""
+    return batches[max(0, bisect.bisect_right(batches, limit) - 1)]
+
+
+def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence[int]:
+    """The batches at which a step could fit, and the smallest one.
+
+    Under `nothing` a step saves the inputs of its layers. Where there are very many batches, some are left out.
+    """
+    batches = spaced(batches)
+    small, large = (steps.layer_at(batch).input_bytes for batch in (REFERENCE_BATCH, 2 * REFERENCE_BATCH))
+    least_bytes = max(1.0, steps.num_layers * (large - small) / REFERENCE_BATCH)
+    return batches[: bisect.bisect_right(batches, at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes))]
+
+
+def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> tuple[Decision, Policy]:
+    """The decision on whose saved seconds two estimates differ most, and its policy.
+
+    It is one of the hulls of `other`.
+    """
+
+    def difference_s(decision: Decision) -> float:
+        return abs(
+            (layer.nothing_s - evaluate(layer.problem, decision).cost_s)
+            - (other.nothing_s - evaluate(other.problem, decision).cost_s)
+        )
+
+    found = [(union(point.decision, one.kept), one.attention) for one in other.families for point in one.hull]
+    decision, attention = max(found, key=lambda one: difference_s(one[0]))
+    return decision, policy_of(layer, decision, attention)
+
+
+def _enough(reached: list[Place]) -> float:
+    """The sequences per second that count as equal to the most reached."""
+    most = max(place.speed for place in reached)
+    return most - _SAME_SPEED * abs(most)
