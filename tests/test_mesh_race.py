@@ -162,7 +162,7 @@ def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
 
 
 def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
-    """The answer is the one without a refusal. What XLA refuses at each batch stays refused."""
+    """The answer is the one without a refusal. What XLA rejects at each batch stays rejected."""
 
     def bounds(largest: int) -> list[float]:
         formula = Xla()
@@ -212,14 +212,14 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
         cost = Xla()(policy, "full", batch)
         return SimpleNamespace(memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, step_s=cost.step_s)
 
-    def cost_of(done: Any, speed: Any) -> Cost:
+    def cost_of(done: Any, speed: Any, kinds: Any = ()) -> Cost:
         return Cost(done.memory.total_bytes, done.step_s)
 
     monkeypatch.setattr(
         planned, "estimate_workload", lambda run, speed, batch, **_: (EqualLayers(layer_at(batch), LAYERS, ""),)
     )
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    monkeypatch.setattr(mesh_race, "predict_step_time", lambda module, speed: SimpleNamespace(step_s=1.0))
+    monkeypatch.setattr(mesh_race, "cost_of", cost_of)
     monkeypatch.setattr(Trials, "compile_anew", compile_step)
     monkeypatch.setattr(Trials, "state_bytes", lambda self: 1000)
     trials = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)
