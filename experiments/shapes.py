@@ -81,7 +81,7 @@ HALF: dict[str, tuple[Any, ...]] = {
     "scan-layers": (True, False),
     "attention": ("xla",),
     "loss": ("full", "chunked", "chunked:1", "chunked:100"),
-    "optimizer": ("adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"),
+    "optimizer": ("adamw", "adamw-bf16", "adamw-8bit", "lion", "sgd-momentum", "adafactor", "muon"),
     "accumulate": (1, 2, 3),
     "grad-dtype": ("bfloat16", "float16", "float32"),
     "clip-norm": (1.0,),

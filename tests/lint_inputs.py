@@ -68,6 +68,16 @@ def net(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.mean(jax.nn.logsumexp(h @ w, axis=-1))
 
 
+def attends(width: int = 64, dtype: str = "bfloat16", length: int = 512) -> Any:
+    """A traced attention of two heads of `width` numbers, its gradient included."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bthd,bshd->bhts", q, k)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v).astype(jnp.float32).mean()
+
+    return jax.make_jaxpr(jax.grad(loss))(*3 * [jax.ShapeDtypeStruct((4, length, 2, width), dtype)])
+
+
 @functools.cache
 def made_up() -> dict[str, LintInput]:
     """For each rule an input with its mistake alone."""
@@ -103,6 +113,7 @@ def made_up() -> dict[str, LintInput]:
         "logits and loss", "logits", 4 * MIB, "jit(step)/jvp(loss)/dot_general", source="net/loss.py:9", num_layers=1
     )
     loops = BackwardLoop("net/train.py:3", 4, True, MIB), BackwardLoop("net/train.py:5", 4, False, 2 * MIB)
+    scores = buffer("residuals", "exp", 4 * MIB, "jit(step)/jvp()/exp", shape="bf16[8,512,512]", num_layers=1)
     gathered = buffer("gathered parameters", "gathered params/w", MIB, "jit(step)/jvp(Net)/mlp/dot_general")
     return {
         "unmatched-name": traced(policy_names=frozenset({"hiden"})),
@@ -116,6 +127,7 @@ def made_up() -> dict[str, LintInput]:
         "attention-twice": replace(traced(saves_matmuls=True), module=attention, policy=parse("dots")),
         "xla-remat": replace(sound, module=program(("%second =", "%second.remat ="), ("%second)", "%second.remat)"))),
         "not-donated": replace(sound, module=program((" {}: (0, {}, may-alias) ", ""))),
+        "one-checkpoint": traced(whole_checkpoint="net/train.py:8", recompute=ExecutedFlops(MATMUL, num_matmuls=4)),
         "loop-without-remat": traced(loops=loops),
         "unnamed-residuals": replace(
             traced(policy_names=frozenset({"hidden"})), memory_map=memory(saved, replace(saved, label="hidden"))
@@ -123,6 +135,7 @@ def made_up() -> dict[str, LintInput]:
         "dropout-masks": replace(sound, memory_map=memory(dropped)),
         "saved-and-recomputed": replace(sound, module=program(("SECOND", AGAIN)), memory_map=memory(saved)),
         "logits-largest": replace(sound, memory_map=memory(logits)),
+        "scores-stored": replace(sound, jaxpr=attends(), memory_map=memory(scores), fused_attention="cudnn"),
         "constraints-elsewhere": replace(sound, num_elsewhere=2),
         "more-than-its-share": replace(mesh, traced=sound.traced),
         "lies-whole": replace(mesh, arguments=(leaf, replace(leaf, axes=frozenset(), device_bytes=MIB))),

@@ -22,7 +22,7 @@ from jaxremat.policy.names import named_values
 from tests.equality import assert_same_bits, relative_difference
 from tests.helpers import quick_jit
 from tests.op_by_op import op_by_op
-from tests.program_parts import PARTS
+from tests.program_parts import LENGTH, PARTS
 from tests.programs import DrawnProgram, build, counts
 
 #: How far gradients of a compiled program may differ, as a share of the largest.
@@ -84,8 +84,8 @@ def assert_close(got: Any, want: Any, what: str = "trees", tolerance: float = TO
 def possible_counts(drawn: DrawnProgram) -> set[int]:
     """The numbers of layers that may be found in the program. A stack with a small share of the matmuls may be left as it is.
 
-    A recurrence before the layers may be one more layer where a layer is nothing else than that. The first of unrolled layers
-    with NNX state may be left as it is: what comes before it is part of its operations there.
+    The steps of a recurrence before the layers may be layers, and it may be one more layer where a layer is nothing else. The
+    first of unrolled layers with NNX state may be left as it is: what comes before it is part of its operations there.
     """
     matmuls = [sum(PARTS[part].matmuls for i in range(s.num_layers) for part in s.parts_of(i)) for s in drawn.stacks]
     small = [{0} if matmuls[n] < SMALL * sum(matmuls) else set() for n in range(len(matmuls))]
@@ -95,7 +95,8 @@ def possible_counts(drawn: DrawnProgram) -> set[int]:
     ]
     found = {sum(some) for some in itertools.product(*(counts(s) | less for s, less in zip(drawn.stacks, few, strict=True)))}
     is_like_a_layer = drawn.recurrence and any(s.parts == ("recurrence",) and s.written == "unrolled" for s in drawn.stacks)
-    return found | {number + 1 for number in found if is_like_a_layer}
+    steps = {number + LENGTH for number in found if drawn.recurrence}
+    return found | steps | {number + 1 for number in found if is_like_a_layer}
 
 
 def policy_of(drawn: DrawnProgram, found: Any) -> str:

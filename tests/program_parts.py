@@ -177,6 +177,12 @@ def fourier(w, x, side, aux):
     return 0.1 * jnp.fft.fft(x.astype(jnp.float32)).real.astype(x.dtype)
 
 
+def complex_values(w, x, side, aux):
+    """As a state space with complex eigenvalues has them."""
+    z = jax.lax.complex(x.astype(jnp.float32), jnp.sin(x.astype(jnp.float32))) @ (w["out"].astype(jnp.float32) * (1 + 1j))
+    return jnp.tanh((z * jnp.exp(1j * z.real)).imag).astype(x.dtype)
+
+
 MLP = {"in": (WIDTH, HIDDEN), "out": (HIDDEN, WIDTH)}
 SQUARE = {"out": (WIDTH, WIDTH)}
 SCALE = {"scale": (1, WIDTH)}
@@ -202,6 +208,7 @@ PARTS = {
     "lookup": Part(lookup, SCALE, order=True),
     "fourier": Part(fourier, {}),
     "frozen": Part(frozen, MLP, matmuls=2),
+    "complex_values": Part(complex_values, SQUARE, matmuls=1),
 }
 
 

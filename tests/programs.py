@@ -24,13 +24,13 @@ from jaxremat.errors import UnknownPolicyError
 from jaxremat.policy.grammar import parse
 from tests.program_parts import AUTHORS_NAME, LENGTH, PARTS, WIDTH, layer_states
 
-Written = Literal["unrolled", "scopes", "scan", "nested scan"]
+Written = Literal["unrolled", "scopes", "scan", "counter", "nested scan"]
 Wrapper = Literal["jit", "vmap", "accumulation", "ensemble"]
 VOCABULARY = 11
 BATCH = 8
 #: Microbatches of an accumulation, parts of a vmapped batch, members of an ensemble, layers of an inner scan.
 TWO = 2
-SCANS = ("scan", "nested scan")
+SCANS = ("scan", "counter", "nested scan")
 #: The scope of the layers of each stack, without the layer's number.
 SCOPES = ("block", "decoder")
 
@@ -43,7 +43,7 @@ class Stack:
         parts: what each layer is made of, as keys of `PARTS`.
         num_layers: the number of layers.
         written: how the repetition is written. `scopes` is unrolled code in which layer 3 is under `jax.named_scope("block_3")`.
-            A nested scan has two layers in its inner scan.
+            Under `counter` a scan's counter picks the parameters. A nested scan has two layers in its inner scan.
         every_other: the parts of the second, fourth, ... layer, if these are of another kind.
         checkpointed: whether each layer is in a `jax.checkpoint` already.
         jitted: whether each layer is called through one `jax.jit`.
@@ -225,6 +225,8 @@ def _run_stack(drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: ja
 
     def body(x: jax.Array, of_group: Any) -> tuple[jax.Array, Any]:
         stacked, places, keys = of_group
+        if stack.written == "counter" and not stack.shared:
+            stacked = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, stacked, keepdims=False), layers)
         auxs = []
         for i, kind in enumerate(kinds):
             weights = layers[0] if stack.shared else stacked[i]
@@ -234,7 +236,8 @@ def _run_stack(drawn: DrawnProgram, stack: Stack, scope: str, layers: Any, x: ja
 
     groups = (-1, TWO, len(kinds)) if stack.written == "nested scan" else (-1, len(kinds))
     of_places = jax.tree.map(lambda leaf: leaf.reshape(*groups, *leaf.shape[1:]), (jnp.arange(stack.num_layers), keys))
-    inputs = (None if stack.shared else layers, *of_places)
+    counter = jnp.arange(stack.num_layers // len(kinds))
+    inputs = (None if stack.shared else counter if stack.written == "counter" else layers, *of_places)
     if stack.written == "nested scan":
         return jax.lax.scan(lambda x, of_groups: jax.lax.scan(body, x, of_groups), x, inputs)
     return jax.lax.scan(body, x, inputs)
@@ -325,15 +328,14 @@ POLICIES = (
 def counts(stack: Stack) -> set[int]:
     """The numbers of layers that may be found in `stack`.
 
-    There are several where layers of two kinds alternate, which are pairs too, and where a scan is in another scan. There are
-    none in a scan over the same parameters each time, which is a recurrence.
+    There are several where layers of two kinds alternate, which are pairs too, and where a scan is in another scan. Of a few
+    layers that are little else than a recurrence, its steps may be taken.
     """
-    if stack.shared and stack.written in SCANS:
-        return {0}
+    steps = {LENGTH * stack.num_layers} if "recurrence" in stack.parts and stack.written not in SCANS else set()
     if stack.written == "nested scan":
         return {stack.num_layers, stack.num_layers // TWO, TWO}
     pairs = {stack.num_layers // 2} if stack.every_other else set()
-    return pairs if pairs and stack.written == "scan" else {stack.num_layers} | pairs
+    return pairs if pairs and stack.written in SCANS else {stack.num_layers} | pairs | steps
 
 
 def fits(policy: str, num_layers: int) -> bool:
@@ -360,8 +362,8 @@ def _stacks(draw: st.DrawFn, taken: tuple[str, ...]) -> Stack:
     every_other = draw(_layers((*taken, *parts))) if draw(st.integers(0, 5)) == 5 else ()
     num_layers = draw(st.sampled_from((4, 6) if every_other else (3, 4, 5, 6)))
     nests = num_layers % TWO == 0 and not every_other
-    ways: tuple[Written, ...] = ("unrolled", "scopes", "scan", "nested scan")
-    written = draw(st.sampled_from(ways if nests else ways[:3]))
+    ways: tuple[Written, ...] = ("unrolled", "scopes", "scan", "counter", "nested scan")
+    written = draw(st.sampled_from(ways if nests else ways[:4]))
     return Stack(
         parts,
         num_layers,
@@ -369,7 +371,7 @@ def _stacks(draw: st.DrawFn, taken: tuple[str, ...]) -> Stack:
         every_other,
         checkpointed=draw(st.integers(0, 2)) == 2,
         jitted=draw(st.integers(0, 3)) == 3,
-        shared=not every_other and draw(st.integers(0, 7)) == 7 and (written not in SCANS or bool(taken)),
+        shared=not every_other and draw(st.integers(0, 7)) == 7,
     )
 
 
@@ -379,7 +381,8 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
     first = draw(_stacks(()))
     several = [first, draw(_stacks((*first.parts, *first.every_other)))] if draw(st.integers(0, 3)) == 3 else [first]
     parts = {part for stack in several for part in (*stack.parts, *stack.every_other)}
-    found = {count for stack in several for count in counts(stack)} - {0}
+    recurrence = draw(st.integers(0, 4)) == 4
+    found = {count for stack in several for count in counts(stack)} | ({LENGTH} if recurrence else set())
     scoped, numbers = all(stack.written == "scopes" for stack in several), st.integers(0, 30)
     inside: Any = tuple(draw(st.lists(st.sampled_from(("jit", *WRAPPERS)), max_size=2, unique=True)))
     return DrawnProgram(
@@ -392,7 +395,7 @@ def drawn_programs(draw: st.DrawFn) -> DrawnProgram:
         casts=first.written not in SCANS and draw(st.integers(0, 4)) == 4,
         keys=draw(st.sampled_from(("split", "folded"))),
         raw_key=draw(st.booleans()),
-        recurrence=draw(st.integers(0, 4)) == 4,
+        recurrence=recurrence,
         chunked=draw(st.integers(0, 4)) == 4,
         tied=draw(st.booleans()),
         aux=draw(st.booleans()),

@@ -169,6 +169,31 @@ def test_a_function_of_the_users(h100):
 
 
 @pytest.mark.full
+def test_residuals_of_branches_have_their_lines(h100):
+    """The values that one side of a branch saves, where the other writes zeros or another value in their place."""
+    shape = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+
+    def wide(w, x):
+        return x + jnp.sin(jnp.tanh(x @ w) @ w.T)
+
+    def narrow(w, x):
+        return x + jnp.cos(x @ w[:, :512])
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = jax.lax.cond(x.sum() > i, wide, lambda w, x: x, w, x)
+            x = jax.lax.switch(jnp.int32(x[0, 0]), [lambda w, x: 2 * x, narrow, wide], w, x)
+        return jnp.mean(x**2)
+
+    params = 2 * [jax.ShapeDtypeStruct((512, 4096), jnp.float32)]
+    found = jaxremat.memory_map(jax.grad(loss), (params, shape), h100)
+    residuals = [b for b in found.buffers if b.category == "residuals" and b.first <= found.peak <= b.last]
+    assert sum(buffer.num_bytes == 4 * 64 * 4096 for buffer in residuals) >= 4, "tanh and cos of both kinds of branches"
+    assert all(buffer.source.startswith(f"{__file__}:") for buffer in residuals)
+    assert not any("branch_" in buffer.label for buffer in residuals)
+
+
+@pytest.mark.full
 def test_arguments_take_the_roles_they_are_given(h100):
     found = attribution(jaxremat.memory_map(lambda a, x: jnp.tanh(x @ a), (ARGS[0]["params"]["w"], ARGS[1]), h100))
     assert found["inputs"] == (512 * 64 + 64 * 128) * 4

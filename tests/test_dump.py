@@ -1,5 +1,7 @@
 """Every form of line in XLA's dump of a compile is understood, and becomes the right buffer."""
 
+from dataclasses import replace
+
 import flax.linen.linear
 import pytest
 
@@ -135,6 +137,14 @@ def test_a_small_map_by_hand():
     assert memory_map.peak == 3
     assert [(h.allocation, h.offset, h.num_bytes) for h in memory_map.gaps] == [(2, 64, 32), (2, 128, 64)]
     assert attribution(memory_map) == {"gradients": 64, "inputs": 64, "residuals": 64, "working set": 32, "gaps": 96}
+
+
+def test_an_argument_has_its_own_shape():
+    """Whatever else is listed in its allocation, as a flag of a copy is for a TPU."""
+    own = " value: <0 x.1 @0>"
+    flagged = SMALL.assignment.replace(own, f" value: <7 copy-start @2> (size=1,offset=0): pred[]\n{own}")
+    (argument,) = [b for b in read_map(replace(SMALL, assignment=flagged)).buffers if b.allocation == 0]
+    assert (argument.name, argument.shape, argument.num_bytes) == ("x.1{}", "f32[16]", 64)
 
 
 def test_ranges_are_read_by_part():

@@ -5,17 +5,18 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from experiments import examples, levers, mesh, next_jax, tables, unchanged
+from experiments import examples, levers, mesh, next_jax, tables, tpu, unchanged
 from experiments.children import Child
 from experiments.common import other_parts, results_text, write
 from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
-from jaxremat.session.session import Session
+from jaxremat.session.session import Session, _flags_from
 from jaxremat.system.process import Deadline
 
 TINY = ["--target", "h100-80gb"]
@@ -166,3 +167,60 @@ def test_tables(tmp_path, h100, capsys):
     dense, ragged = run(tables.main, ["--parts", "experts-layer", f"--more={sizes}"], tmp_path, "tables")["experts-layer"]
     assert dense["model_flops"] == ragged["model_flops"] < dense["executed_flops"] < ragged["executed_flops"]
     assert "mixtral-8x7b" in capsys.readouterr().out
+
+
+# Nothing is compiled below: what a case's process prints is made up.
+
+
+def said_of(batch: int, total_bytes: int, early_bytes: int = 0) -> list[dict[str, object]]:
+    fits = {"fits": total_bytes < 100, "total_bytes": total_bytes, "compile_s": 1.0, "peak_bytes": 1, "host_bytes": 2}
+    early = [{"record": "early", "batch": batch, "early_bytes": early_bytes, "early_s": 1.0}] * bool(early_bytes)
+    return [*early, {"record": "whole", "batch": batch, **fits}]
+
+
+def test_tpu_s_cases_that_are_filed_are_not_compiled_again(tmp_path, monkeypatch):
+    """One that was cut off is, and has its row until then."""
+    said, begun = [*said_of(2, 80, early_bytes=60)], list[str]()
+    errors = {"full remat": "", "offloading": "cut off"}
+
+    def run_child(module: str, argv: list[str], *_: object) -> Child:
+        name = json.loads(argv[1])["name"]
+        begun.append(name)
+        return Child(tuple(said[:1] if errors[name] else said), errors[name])
+
+    monkeypatch.setattr(tpu, "run_child", run_child)
+
+    def large(*argv: str) -> list[dict[str, object]]:
+        assert tpu.main(["--parts", "large", "--out", str(tmp_path), *argv]) == 0
+        return json.loads((tmp_path / "tpu" / "tpu.json").read_text())["large"]
+
+    whole, cut_off = large()
+    assert (whole["total_bytes"], whole["early_bytes"], whole["early_off"]) == (80, 60, -0.25)
+    assert (cut_off["early_bytes"], cut_off["error"], "total_bytes" in cut_off) == (60, "cut off", False)
+    assert large("--minutes", "0") == [whole, cut_off]
+    errors["offloading"] = ""
+    assert "error" not in large()[1]
+    assert begun == ["full remat", "offloading", "offloading"]
+    large("--fresh")
+    assert begun[3:] == ["full remat", "offloading"]
+
+
+def test_tpu_s_rows_have_both_batches():
+    search = {"record": "search", "num_compiles": 4}
+    below = {"record": "below", "limit_bytes": 79, "bytes": 82, "fits": False}
+    row = tpu.of_boundary(Child((search, *said_of(3, 120), *said_of(2, 80), below), ""))
+    assert (row["batch"], row["total_bytes"], row["next_bytes"], row["below_bytes"]) == (2, 80, 120, 82)
+    recipe = tpu.of_recipe(Child((*said_of(2, 80, 60), *said_of(3, 120, 130)), ""))
+    assert (recipe["total_bytes"], recipe["fits"], recipe["more_total_bytes"], recipe["more_fits"]) == (80, True, 120, False)
+    assert (recipe["more_batch"], recipe["more_early_bytes"]) == (3, 130)
+
+
+def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
+    cases = tpu.early_cases(0, 40)
+    assert cases[:10] == tpu.early_cases(0, 10)
+    assert cases != tpu.early_cases(1, 40)
+    for of_part in (cases, tpu.BOUNDARIES, tpu.RECIPES, tpu.LARGE, tpu.POLICIES):
+        assert len({case.name for case in of_part}) == len(of_part)
+        for case in of_part[-2:]:
+            flags = {"policy": (case.policy,), "model": case.model, "target": case.target, "mesh": case.mesh}
+            assert check_run(replace(_flags_from(dict(case.options)), **flags)).policies

@@ -247,7 +247,10 @@ def test_the_context_of_an_equation():
     (eqn,) = equations(jnp.sin, X)
 
     def again(x: Any) -> Any:
-        with jax.named_scope("around"), jax_private.context_of(eqn, jax_private.stack_of(("own",))):
+        with (
+            jax.named_scope("around"),
+            jax_private.context_of(eqn, jax_private.stack_of(("own",)), eqn.source_info.traceback),
+        ):
             return jnp.cos(x)
 
     (traced,) = equations(again, X)
@@ -259,7 +262,7 @@ def test_the_context_of_an_equation():
 def test_the_configuration_of_an_equation(partitionable):
     with jax.threefry_partitionable(partitionable):
         (eqn,) = equations(jnp.sin, X)
-    with jax.threefry_partitionable(not partitionable), jax_private.context_of(eqn, jax_private.stack_of()):
+    with jax.threefry_partitionable(not partitionable), jax_private.context_of(eqn, jax_private.stack_of(), None):
         assert jax.config.jax_threefry_partitionable == partitionable  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -7,6 +7,7 @@ project's own models raise no false alarm under the named policies.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -28,7 +29,7 @@ from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import Traced, names_in_jax_policy, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
-from tests.lint_inputs import MIB, made_up
+from tests.lint_inputs import MIB, attends, made_up, memory
 
 Layer = Callable[[Any, jax.Array], jax.Array]
 Step = Callable[..., Any]
@@ -232,7 +233,145 @@ def test_a_loop_without_remat_beside_one_that_has_it():
     assert found_in(rematted, rematted) == found_in(layer, layer) == ()
 
 
+def remat_each(ws, x):
+    for w in ws:
+        x = jax.checkpoint(layer)(w, x)
+    return (x**2).mean()
+
+
+def plain(ws, x):
+    for w in ws:
+        x = layer(w, x)
+    return (x**2).mean()
+
+
+def in_a_scan(ws, x):
+    return (jax.lax.scan(lambda x, w: (layer(w, x), None), x, jnp.stack(ws))[0] ** 2).mean()
+
+
+def two_halves(ws, x):
+    for half in (ws[:2], ws[2:]):
+        x = jax.checkpoint(lambda x, ws: functools.reduce(lambda x, w: layer(w, x), ws, x))(x, half)
+    return (x**2).mean()
+
+
+def with_head(ws, x):
+    return jnp.mean(jax.checkpoint(plain)(ws, x)) * jnp.sum(jnp.exp(x @ x.T) @ jnp.ones((ROWS, ROWS)))
+
+
+def test_one_checkpoint_around_everything():
+    """Around the loss, around a scan, and around all layers; not around each, around halves, or under one that saves matmuls."""
+    sound = made_up()["unmatched-name"]
+
+    def found_in(loss: Step, policy: str | None = None) -> tuple[Finding, ...]:
+        traced = replace(traced_of(sgd(loss), SEPARATE, X), policy_names=frozenset())
+        return find(replace(sound, traced=traced, policy=policy and parse(policy)))
+
+    outside = [jax.checkpoint(plain), jax.checkpoint(in_a_scan), lambda ws, x: jnp.sin(jax.checkpoint(plain)(ws, x))]
+    for loss in outside:
+        finding = one(found_in(loss), "one-checkpoint")
+        assert finding.source.startswith(__file__)
+        assert f"{LAYERS * 2 * ROWS * WIDTH * WIDTH / 1e9:.2f} GFLOP" in finding.evidence
+    sound_ones = (remat_each, two_halves, with_head, jax.checkpoint(plain, policy=POLICIES.dots_saveable), plain)
+    assert {rules(found_in(loss)) == set() for loss in sound_ones} == {True}
+    assert found_in(outside[0], "every:4") == (), "it was requested"
+
+
+def recurrence(step: Layer) -> Step:
+    def loss(w, x):
+        return (jax.lax.scan(lambda h, now: (step(w, h + now), None), jnp.zeros_like(x[0]), x)[0] ** 2).mean()
+
+    return sgd(loss)
+
+
+def test_a_loop_over_time_without_remat():
+    """Its residuals are much of the step: found. With a checkpoint, over layers, or of few bytes: not."""
+    sound, xs = made_up()["unmatched-name"], jax.ShapeDtypeStruct((8, 256, WIDTH), jnp.float32)
+    shared: dict[str, Step] = {
+        "parameters": recurrence(layer),
+        "cast inside": recurrence(lambda w, x: layer(w.astype(jnp.bfloat16).astype(jnp.float32), x)),
+        "two matmuls": recurrence(half_named),
+    }
+    for name, step in shared.items():
+        (loop,) = traced_of(step, SEPARATE[0], xs).loops
+        facts = replace(sound, traced=Traced(loops=(loop,)))
+        finding = one(find(facts), "loop-without-remat")
+        assert finding.num_bytes == loop.num_bytes >= 8 * 256 * WIDTH * 4, name
+        large = replace(facts, memory=replace(facts.memory, argument_bytes=2**33))
+        assert find(large) == (), "residuals of few bytes"
+        assert "with_policy" in one(find(replace(facts, remedies="with_policy")), "loop-without-remat").remedy
+    for step, args in (
+        (recurrence(jax.checkpoint(layer)), (SEPARATE[0], xs)),
+        (recurrence(jax.checkpoint(half_named)), (SEPARATE[0], xs)),
+        (scanned(layer), (STACK, X)),
+    ):
+        assert find(replace(sound, traced=Traced(loops=traced_of(step, *args).loops))) == ()
+
+
+def test_scores_that_fused_attention_would_not_store():
+    """Not where it takes no such shapes, where the device has none, where they are few bytes, or in the built-in decoder."""
+    facts = made_up()["scores-stored"]
+    assert one(find(facts), "scores-stored").num_bytes == 4 * MIB
+    for width, dtype, length in ((64, "float16", 512), (128, "bfloat16", 512), (8, "bfloat16", 512)):
+        assert rules(find(replace(facts, jaxpr=attends(width, dtype, length)))) == {"scores-stored"}
+    for width, dtype, length in ((64, "float32", 512), (136, "bfloat16", 512), (12, "bfloat16", 512), (64, "bfloat16", 511)):
+        assert find(replace(facts, jaxpr=attends(width, dtype, length))) == ()
+    assert facts.memory_map
+    (scores,) = facts.memory_map.buffers
+    package = str(Path(jaxremat.__file__).parent / "model" / "attention.py")
+    for other in (
+        replace(facts, fused_attention=""),
+        replace(facts, memory=replace(facts.memory, argument_bytes=2**30)),
+        replace(facts, memory_map=memory(replace(scores, source=f"{package}:7"))),
+        replace(facts, memory_map=memory(replace(scores, shape="bf16[4,512,1024]"))),
+    ):
+        assert find(other) == ()
+
+
 # What is compiled.
+
+
+@pytest.mark.full
+def test_the_remedies_of_checkpoints_take_fewer_bytes(h100):
+    """A checkpoint around each layer in place of one around all, and one around each step in time."""
+    xs = jax.ShapeDtypeStruct((64, 1024, WIDTH), jnp.float32)
+    for worse, better, args in (
+        (sgd(jax.checkpoint(plain)), sgd(remat_each), (SEPARATE, X)),
+        (recurrence(half_named), recurrence(jax.checkpoint(half_named)), (SEPARATE[0], xs)),
+    ):
+        bad, good = (lower_and_compile(step, args, h100, donate_argnums=0) for step in (worse, better))
+        assert good.memory.total_bytes < bad.memory.total_bytes
+        assert rules(find(lint_input(bad))) & {"one-checkpoint", "loop-without-remat"}
+        assert find(lint_input(good)) == ()
+
+
+@pytest.mark.full
+def test_updates_in_scans_that_are_not_donated(h100):
+    """A scan, a fori_loop and nested scans of whole steps; not gradients that a loop adds up."""
+
+    def update(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    def scan(params, xs):
+        return jax.lax.scan(lambda w, x: (update(w, x), None), params, xs)[0]
+
+    def loop(params, xs):
+        return jax.lax.fori_loop(0, 4, lambda i, w: update(w, xs[i]), params)
+
+    def nested(params, xs):
+        return jax.lax.scan(lambda w, _: (scan(w, xs), None), params, length=3)[0]
+
+    def gradients(params, xs):
+        of_one = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
+        return jax.lax.scan(lambda total, x: (total + of_one(params, x), None), jnp.zeros_like(params), xs)[0]
+
+    args = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((4, 256, 1024), jnp.float32)
+    for step in (scan, loop, nested):
+        bad, good = (lower_and_compile(step, args, h100, donate_argnums=donated) for donated in ((), (0,)))
+        found = one(find(lint_input(bad)), "not-donated")
+        assert found.num_bytes == bad.memory.total_bytes - good.memory.total_bytes == args[0].size * 4
+        assert find(lint_input(good)) == ()
+    assert find(lint_input(lower_and_compile(gradients, args, h100))) == ()
 
 
 @pytest.mark.full

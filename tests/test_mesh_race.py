@@ -219,7 +219,7 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
         planned, "estimate_workload", lambda run, speed, batch, **_: (EqualLayers(layer_at(batch), LAYERS, ""),)
     )
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    monkeypatch.setattr(mesh_race, "cost_of", cost_of)
+    monkeypatch.setattr(mesh_race, "cost_of", lambda done, speed: replace(cost_of(done, speed), step_s=1.0))
     monkeypatch.setattr(Trials, "compile_anew", compile_step)
     monkeypatch.setattr(Trials, "state_bytes", lambda self: 1000)
     trials = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), h100, 0)

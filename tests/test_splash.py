@@ -131,6 +131,7 @@ def test_the_planner_saves_the_output_and_the_statistics_together(batch, axes, w
     assert {ways[value.name].primitive for value in saved} == {FUSED_ATTENTION}
     assert all(value.saveable and value.needed and not value.offloadable for value in saved)
     assert sum(op.flops for op in problem.ops) == kernel.flops
+    assert kernel.recompute_s >= kernel.flops / SLOW.flops_per_s("bf16", "attention") > 0
 
 
 def test_the_values_of_attention_are_the_chips_own():

@@ -17,6 +17,7 @@ from jaxremat.model.decoder_workload import make_loss, matrix_axes
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.model.transformer import count_params, param_shapes
 from jaxremat.policy.grammar import parse
+from jaxremat.step.adam8 import decoded, encoded
 from jaxremat.step.optimizer import make_optimizer, make_schedule, muon_dimensions
 from jaxremat.step.step import TrainState
 from tests.helpers import decoder_args, decoder_state, decoder_step, optimizer_bytes, quick_jit
@@ -181,6 +182,51 @@ def test_state_bytes():
     }
     for optimizer, expected in by_hand.items():
         assert 0 <= optimizer_bytes(HEAD, replace(TRAIN, optimizer=optimizer)) - expected <= 24, optimizer
+
+
+def test_adam_in_8_bits_has_a_quarter_of_the_state():
+    """Two codes of a byte, and a float32 number for each block of 256 values. Small parameters have float32 moments."""
+    model = replace(HEAD, embed_dim=256, num_heads=4, head_dim=64, mlp_dim=512, vocab_size=512)
+    num_params = count_params(model)
+    small = sum(leaf.size for leaf in jax.tree.leaves(param_shapes(model)) if leaf.size < 4096)
+    got = optimizer_bytes(model, replace(TRAIN, optimizer="adamw-8bit"))
+    assert got == pytest.approx(8 * small + 2 * (num_params - small) * (1 + 4 / 256), abs=300)
+    assert got < 0.27 * 8 * num_params
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+@pytest.mark.parametrize("shape", [(64, 1000), (2, 40, 4, 16), (3, 5000)], ids=str)
+def test_codes_of_8_bits_are_near_their_values(shape, dtype):
+    """No error is above 1 % of the largest value, half of them are below 4 % of their own, and every code is its own."""
+    signed = jnp.issubdtype(dtype, jnp.signedinteger)
+    random = np.random.default_rng(0)
+    values = (random.standard_normal(shape) * np.exp(random.standard_normal(shape))).astype(np.float32)
+    values[0, :3] = 0
+    values = values if signed else values**2
+    codes, largest = encoded(jnp.asarray(values), dtype)
+    found = np.asarray(decoded(codes, largest))
+    assert codes.shape == shape
+    assert largest.size == pytest.approx(values.size / 256, rel=0.03)
+    error = np.abs(found - values)
+    assert error.max() < 0.01 * np.abs(values).max()
+    assert np.median(error[values != 0] / np.abs(values[values != 0])) < 0.04
+    assert np.array_equal(found == 0, values == 0)
+    np.testing.assert_array_equal(encoded(jnp.asarray(found), dtype)[0], codes)
+
+
+def test_the_values_of_codes_are_those_of_the_dynamic_map():
+    """Those of bitsandbytes' `create_dynamic_map`, which is written here as its authors do, but for its largest value, 1."""
+    for dtype, more in ((jnp.int8, 0), (jnp.uint8, 1)):
+        codes = np.arange(2**more, 2 ** (7 + more))
+        means = [
+            10.0 ** (n - 6)
+            * (np.linspace(0.1, 1, 2 ** (n + more) + 1)[1:] + np.linspace(0.1, 1, 2 ** (n + more) + 1)[:-1])
+            / 2
+            for n in range(7)
+        ]
+        got = decoded(jnp.asarray(np.resize(codes, 4096), dtype), jnp.ones(16, jnp.float32))[: len(codes)]
+        np.testing.assert_allclose(got, np.concatenate(means), rtol=1e-5)
 
 
 def test_adafactor_factors_every_matrix():

@@ -18,6 +18,7 @@ from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.model.decoder_workload import make_loss
 from jaxremat.model.transformer import Decoder
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.names import written_at
 from jaxremat.policy.spec import NONE
 from jaxremat.policy.with_policy import find_layers, with_policy
 from jaxremat.xla.compile import lower_and_compile
@@ -87,6 +88,17 @@ def test_the_policy_of_checkpoints_around_layers_is_replaced(function, params):
     for policy in ("none", "nothing", "dots"):
         got, want = (num_matmuls(with_policy(f, policy), params) for f in (wrapped, function))
         assert got == want, policy
+
+
+def test_what_jitted_functions_of_libraries_compute_has_the_line_that_calls_them():
+    """JAX's own `take_along_axis` is jitted. Without a policy its operations have no line of the user's."""
+
+    def loss(params, x):
+        return unrolled(params, x) * jnp.take_along_axis(x, jnp.zeros((4, 1), jnp.int32), axis=1).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(with_policy(loss, "nothing"), argnums=1))(LAYERS, X)
+    (scatter,) = [eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scatter-add"]
+    assert written_at(scatter).startswith(f"{__file__}:")
 
 
 def test_a_checkpoint_inside_a_layer_stays():

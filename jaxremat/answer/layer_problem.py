@@ -378,6 +378,8 @@ def _is_of_rows(equation: Equation) -> bool:
 
 
 def _dtype(equation: Equation) -> str:
-    """The type of the first operand, as XLA calls it: it decides the peak rate."""
-    dtype = str(equation.eqn.invars[0].aval.dtype) if equation.eqn.invars else "float32"
-    return dtype.replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+    """The type of the first operand but for masks, as XLA calls it: it decides the peak rate."""
+    dtypes = [var.aval.dtype for var in equation.eqn.invars]
+    if equation.kind == FUSED_ATTENTION:
+        dtypes = [dtype for dtype in dtypes if dtype.kind not in "iub"]
+    return str(next(iter(dtypes), "float32")).replace("bfloat", "bf").replace("float", "f").replace("complex", "c")

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO, TypeVar
 
 from jaxremat.chips.catalog import driver_here, target_name
+from jaxremat.cli.help import HELP, HELP_ALL
 from jaxremat.cli.machine.blame import blamed
 from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.parser import parse_argv
+from jaxremat.cli.project import project_words
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.session.flags import COMMON_FLAGS, StepFlags
@@ -55,7 +57,8 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
         name: the command, such as `run`, or the name of an experiment.
 
     Raises:
-        UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file.
+        UsageError: an argument isn't a flag, a value isn't allowed, or two flags name one file. Or the project's defaults
+            (`cli/project.py`) can't be read.
     """
     arguments = []
     for flag, equals, value in (argument.partition("=") for argument in argv):
@@ -65,6 +68,10 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
         arguments.append(f"{now}{equals}{value}")
     others = f"Other commands: {', '.join(other for other in COMMANDS if other != name)}." if name in COMMANDS else ""
     prog = f"jaxremat {name}" if others else name
+    if others and not {*arguments} & {*HELP, HELP_ALL}:
+        if words := project_words(kind, arguments, name, [*COMMANDS]):
+            print(f"jaxremat: pyproject.toml has {' '.join(words)}", file=sys.stderr)
+        arguments += words
     flags = parse_argv(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others)
     check_apart(*named_files(flags))
     return flags

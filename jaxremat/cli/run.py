@@ -122,9 +122,9 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
 def answer_or_failure(
     answer_of: "Answering", session: Session, requested: RequestedPolicy, listener: "Listener", first: int | None
 ) -> None:
-    """Makes the records of a policy. If that fails, the failure is a record, and the other policies go on.
+    """Makes the records of a policy, or a record of its failure.
 
-    What is wrong with the machine, or with the only policy, ends the command.
+    The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
     """
     from jaxremat.chips.installed import versions
     from jaxremat.trial.record import FailureRecord

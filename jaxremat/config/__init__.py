@@ -196,7 +196,7 @@ class ModelConfig:
             scaling.at(theta=self.rope_theta, dim=self.rotary_dim, seq_len=self.max_seq_len)
 
 
-Optimizer = Literal["adamw", "adamw-bf16", "lion", "sgd-momentum", "adafactor", "muon"]
+Optimizer = Literal["adamw", "adamw-bf16", "adamw-8bit", "lion", "sgd-momentum", "adafactor", "muon"]
 Schedule = Literal["constant", "cosine", "linear"]
 #: What a plan is best at: the most tokens per second, the largest batch, or the least bytes.
 Objective = Literal["time", "batch", "memory"]

@@ -97,7 +97,7 @@ def renamed(piece: Piece, scopes: Callable[[Equation], tuple[str, ...]]) -> Piec
     They are `scopes(equation)` in place of those that the equation is in.
     """
     equations = tuple(
-        Equation(equation.eqn, equation.inputs, equation.outputs, stack_of(scopes(equation)))
+        Equation(equation.eqn, equation.inputs, equation.outputs, stack_of(scopes(equation)), equation.traceback)
         for equation in piece.program.equations
     )
     old = piece.program

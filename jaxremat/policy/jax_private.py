@@ -242,10 +242,10 @@ def stack_of(scopes: Sequence[str] = ()) -> NameStack:
 
 
 @contextlib.contextmanager
-def context_of(eqn: Any, stack: NameStack) -> Iterator[None]:
-    """A context to trace in, with the equation's line and configuration, and scopes."""
+def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
+    """A context to trace in, with a line, scopes, and the equation's configuration."""
     within = source_info_util.current_name_stack() + stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=within), eqn.ctx.manager:
+    with source_info_util.user_context(traceback, name_stack=within), eqn.ctx.manager:
         yield
 
 

@@ -22,6 +22,7 @@ from jaxremat.policy.jax_private import (
     stack_of,
     written_name,
 )
+from jaxremat.policy.names import written_at
 
 CALLS = frozenset({"jit", "closed_call", "core_call"})
 DERIVATIVE_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
@@ -39,12 +40,14 @@ class Equation:
         inputs: the values and constants that it reads.
         outputs: the numbers of the values that it makes.
         name_stack: the named scopes that it is in, those of the calls around it included.
+        traceback: where it was traced. It is that of the call around it, if its own has no line outside of JAX.
     """
 
     eqn: Any
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     name_stack: NameStack
+    traceback: Any = None
 
     @property
     def kind(self) -> str:
@@ -104,7 +107,7 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
         avals[len(avals)] = var.aval
         return len(avals) - 1
 
-    def run(closed: core.ClosedJaxpr, inputs: Sequence[Atom], outer: NameStack) -> list[Atom]:
+    def run(closed: core.ClosedJaxpr, inputs: Sequence[Atom], outer: NameStack, called_at: Any) -> list[Atom]:
         body = closed.jaxpr
         env: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
         for var, value in zip(body.constvars, closed.consts, strict=True):
@@ -116,16 +119,17 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
 
         for eqn in body.eqns:
             stack, operands = outer + eqn.source_info.name_stack, [atom(var) for var in eqn.invars]
+            traceback = eqn.source_info.traceback if called_at is None or written_at(eqn) else called_at
             if eqn.primitive.name in opened and not pins_shardings(eqn):
-                env.update(zip(eqn.outvars, run(callee(eqn), operands, stack), strict=True))
+                env.update(zip(eqn.outvars, run(callee(eqn), operands, stack, traceback), strict=True))
             else:
                 outputs = [new(var) for var in eqn.outvars]
                 env.update(zip(eqn.outvars, outputs, strict=True))
-                equations.append(Equation(eqn, tuple(operands), tuple(outputs), stack))
+                equations.append(Equation(eqn, tuple(operands), tuple(outputs), stack, traceback))
         return [atom(var) for var in body.outvars]
 
     inputs = [new(var) for var in jaxpr.jaxpr.invars]
-    outputs = run(jaxpr, inputs, stack_of())
+    outputs = run(jaxpr, inputs, stack_of(), None)
     return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
 
 
@@ -150,7 +154,7 @@ def eval_program(
 
 def scopes_of(equation: Equation) -> AbstractContextManager[None]:
     """A context in which what is traced has the equation's line, scopes and configuration."""
-    return context_of(equation.eqn, equation.name_stack)
+    return context_of(equation.eqn, equation.name_stack, equation.traceback)
 
 
 def bind_equation(equation: Equation, values: Sequence[Any]) -> Sequence[Any]:

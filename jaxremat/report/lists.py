@@ -102,6 +102,7 @@ def targets() -> Listing:
 _OPTIMIZERS = {
     "adamw": "two moments",
     "adamw-bf16": "the first moment in bfloat16",
+    "adamw-8bit": "two moments of 8 bits, in blocks",
     "lion": "one moment, whose sign is the update",
     "sgd-momentum": "one moment",
     "adafactor": "row and column sums of each matrix's second moment",

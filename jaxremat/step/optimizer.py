@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxremat.config import TrainConfig
+from jaxremat.step.adam8 import scale_by_adam8
 from jaxremat.workload.workload import Workload
 
 #: By a parameter's path and shape, the axes of its matrix (`optax.contrib.MuonDimensionNumbers`), or None if it is no matrix.
@@ -43,6 +44,10 @@ def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) ->
             optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay)
         case "adamw-bf16":
             optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=decay, mu_dtype=jnp.bfloat16)
+        case "adamw-8bit":
+            optimizer = optax.chain(
+                scale_by_adam8(b1=0.9, b2=0.95), optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate)
+            )
         case "lion":
             optimizer = optax.lion(rate, b1=0.9, b2=0.99, weight_decay=decay)
         case "sgd-momentum":

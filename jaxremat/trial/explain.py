@@ -20,6 +20,7 @@ from jaxremat.trial.row import About, error_kind, first_line
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
 from jaxremat.xla.categories import role_of
+from jaxremat.xla.lint import fused_attention_of
 from jaxremat.xla.lint_input import largest_logits
 from jaxremat.xla.step_facts import Finding
 
@@ -85,7 +86,8 @@ def linted(about: About) -> tuple[Finding, ...]:
         with contextlib.suppress(CompileError):
             chunked_bytes = chunked.compile(policy, batch).memory.total_bytes
     arguments = trials.arguments_on_mesh(batch)
-    return findings(compilation, about.requested, policy, trials.remedies, arguments=arguments, chunked_bytes=chunked_bytes)
+    known = {"arguments": arguments, "chunked_bytes": chunked_bytes, "fused_attention": fused_attention_of(trials.target)}
+    return findings(compilation, about.requested, policy, trials.remedies, **known)
 
 
 def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:

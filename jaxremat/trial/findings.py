@@ -16,6 +16,7 @@ def findings(
     *,
     arguments: tuple[LeafOnMesh, ...] = (),
     chunked_bytes: int | None = None,
+    fused_attention: str = "",
 ) -> tuple[Finding, ...]:
     """The findings in a compiled step, with the most bytes first.
 
@@ -26,7 +27,9 @@ def findings(
         remedies: what a remedy can be.
         arguments: how the step's arguments lie on a mesh. Empty for one device.
         chunked_bytes: `total_bytes` of the same step with the chunked loss; None where that wasn't compiled.
+        fused_attention: as in `LintInput`.
     """
-    found = find(lint_input(compilation, policy=policy, remedies=remedies, arguments=arguments, chunked_bytes=chunked_bytes))
+    known = {"arguments": arguments, "chunked_bytes": chunked_bytes, "fused_attention": fused_attention}
+    found = find(lint_input(compilation, policy=policy, remedies=remedies, **known))
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     return tuple(finding for finding in found if not (planned and finding.rule == "attention-twice"))

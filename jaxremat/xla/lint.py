@@ -8,10 +8,12 @@ and the memory map, if the dump was read. A rule that lacks its input finds noth
 """
 
 import difflib
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jaxremat.chips.target import Target, in_pool, load_target
@@ -32,6 +34,7 @@ from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_
 from jaxremat.xla.lint_input import (
     LintInput,
     Remedies,
+    at_peak,
     largest_logits,
     line_of,
     lint_input,
@@ -40,12 +43,18 @@ from jaxremat.xla.lint_input import (
     residuals,
 )
 from jaxremat.xla.lint_mesh import MESH_RULES
-from jaxremat.xla.origin import find_callers, find_origin, plain_scope
+from jaxremat.xla.origin import Caller, Origin, find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
+from jaxremat.xla.traced import score_shapes
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
 _FUSED = re.compile("fmha|dot_product_attention|custom_partitioning")
+
+#: A loop's residuals, and attention's scores, are much of a step from this share of its bytes on.
+_MUCH = 0.3
+#: The folder of this package, whose decoder has an attention that was requested, or whose choice is said in the heading.
+_PACKAGE = str(Path(__file__).parents[1])
 
 Rule = Callable[[LintInput], Iterable[Finding]]
 
@@ -103,7 +112,7 @@ def lint(
     remedies: Remedies = "code"
     on = target if isinstance(target, Target) else load_target(target)
     on = in_pool(on) if xla_remat else on
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {"fused_attention": fused_attention_of(on)}
     shardings = None
     if isinstance(function, Workload):
         if args is not None or donate_argnums != ():
@@ -132,6 +141,15 @@ def lint(
     memory_map = done.map_with(done.dump, roles)
     known["exchanges"] = exchanges(done.module, done.mesh, roles)
     return find(lint_input(done, policy=requested, memory_map=memory_map, remedies=remedies, **known))
+
+
+def fused_attention_of(target: Target) -> str:
+    """What `jax.nn.dot_product_attention` calls the fused attention of a target.
+
+    Empty if it has none.
+    """
+    takes_it = target.chip.is_gpu and not target.chip.attention_obstacle(target.compute_capability)
+    return target.chip.attention.name if takes_it else ""
 
 
 def _under_policy(workload: Workload, policy: Policy | None) -> Workload:
@@ -232,7 +250,7 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
     for n, shape in enumerate(root.shapes):
         index = (n,) if root.opcode == "tuple" else ()
         # A gradient is a new array of its parameter's shape on purpose. Only results of the update count here.
-        if index not in taken and phase_of(find_origin(facts.module, callers, entry, root, index).op_name) == "update":
+        if index not in taken and phase_of(_made_in(facts.module, callers, index).op_name) == "update":
             new[shape] += 1
     not_donated: list[hlo.Instruction] = []
     for parameter in entry.parameters:
@@ -254,13 +272,48 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
     )
 
 
+def _made_in(module: hlo.Module, callers: Mapping[str, Caller], index: tuple[int, ...]) -> Origin:
+    """The origin of a result of the program. What a loop makes has it in the loop's body."""
+    computation = module.entry_computation
+    origin = find_origin(module, callers, computation, computation.root, index)
+    while (loop := computation.by_name.get(origin.made_by)) and loop.opcode == "while":
+        computation = module.computations[loop.called[1]]
+        origin = find_origin(module, callers, computation, computation.root, origin.element)
+    return origin
+
+
+def _one_checkpoint(facts: LintInput) -> Iterator[Finding]:
+    whole = facts.traced.whole_checkpoint
+    if whole is None or facts.policy not in (None, OWN):
+        return
+    yield Finding(
+        "one-checkpoint",
+        f"one checkpoint at {short_source(whole) or 'an unknown line'} is around the whole forward pass: all its "
+        f"{facts.traced.recompute.num_matmuls} matmuls are recomputed, {facts.traced.recompute.total / 1e9:,.2f} GFLOP, and all "
+        "that they make is there at once all the same",
+        "a checkpoint around each layer: " + facts.under_policy("nothing"),
+        source=whole,
+    )
+
+
 def _loop_without_remat(facts: LintInput) -> Iterator[Finding]:
     loops = facts.traced.loops
     for loop in loops:
         if loop.has_checkpoint or loop.trip_count < 2 or loop.num_bytes <= facts.small_bytes:
             continue
         with_it = [other for other in loops if other.has_checkpoint]
-        if with_it:
+        if loop.is_over_time and loop.num_bytes >= _MUCH * facts.memory.total_bytes:
+            yield Finding(
+                "loop-without-remat",
+                f"the loop of {loop.trip_count} at {short_source(loop.source) or 'an unknown line'} has no checkpoint, and its "
+                f"residuals are {gib(loop.num_bytes)} of {gib(facts.memory.total_bytes)}",
+                f"{facts.under_policy('nothing')}, or every:K for blocks of K"
+                if facts.remedies != "code"
+                else "jax.lax.scan(jax.checkpoint(step, prevent_cse=False), ...)",
+                loop.num_bytes,
+                loop.source,
+            )
+        elif with_it:
             yield Finding(
                 "loop-without-remat",
                 f"the loop of {loop.trip_count} at {short_source(loop.source) or 'an unknown line'} has no checkpoint and stacks "
@@ -376,6 +429,33 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
     )
 
 
+def _scores_stored(facts: LintInput) -> Iterator[Finding]:
+    shapes = score_shapes(facts.jaxpr) if facts.memory_map and facts.fused_attention else ()
+    scores = [
+        (buffer, size)
+        for buffer, size in at_peak(facts.memory_map)
+        if any(_has_scores(buffer, shape) for shape in shapes) and not buffer.source.startswith(_PACKAGE)
+    ]
+    num_bytes = sum(size for _, size in scores)
+    if num_bytes < _MUCH * facts.memory.total_bytes:
+        return
+    largest = scores[0][0]
+    yield Finding(
+        "scores-stored",
+        f"attention stores its scores, every query by every key: {gib(num_bytes)} of {gib(facts.memory.total_bytes)} at the "
+        f"peak, such as {largest.shape} at {line_of(largest)}",
+        f"jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation={facts.fused_attention!r}), which stores none",
+        num_bytes,
+        largest.source,
+    )
+
+
+def _has_scores(buffer: Buffer, shape: tuple[int, ...]) -> bool:
+    """Whether a buffer has scores of this shape, those of a layer or of several."""
+    dims = Counter(dim for one in hlo.parse_shapes(buffer.shape) for dim in one.dims)
+    return num_elements(buffer) == buffer.num_layers * math.prod(shape) and Counter(shape[-2:]) <= dims
+
+
 #: All rules by name, in the order in which they run.
 RULES: dict[str, Rule] = {
     "unmatched-name": _unmatched_names,
@@ -383,11 +463,13 @@ RULES: dict[str, Rule] = {
     "attention-twice": _attention_twice,
     "xla-remat": _xla_remat,
     "not-donated": _not_donated,
+    "one-checkpoint": _one_checkpoint,
     "loop-without-remat": _loop_without_remat,
     "unnamed-residuals": _unnamed_residuals,
     "dropout-masks": _dropout_masks,
     "saved-and-recomputed": _saved_and_recomputed,
     "logits-largest": _logits_largest,
+    "scores-stored": _scores_stored,
     "constraints-elsewhere": _constraints_elsewhere,
 }
 

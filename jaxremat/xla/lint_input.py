@@ -55,6 +55,7 @@ class LintInput:
         exchanges: what the collectives of the program exchange. Empty for one device.
         num_elsewhere: constraints on a device of this machine, which were dropped.
         frames: the Python stacks of the instructions of a program for several devices.
+        fused_attention: what `jax.nn.dot_product_attention` calls the fused attention of the device. Empty if it has none.
     """
 
     module: hlo.Module
@@ -70,6 +71,7 @@ class LintInput:
     exchanges: tuple[Exchange, ...] = ()
     num_elsewhere: int = 0
     frames: Frames = Frames({}, {})
+    fused_attention: str = ""
 
     @functools.cached_property
     def logit_sizes(self) -> frozenset[int]:
@@ -114,13 +116,18 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     )
 
 
+def at_peak(memory_map: MemoryMap | None) -> list[tuple[Buffer, int]]:
+    """The buffers at the peak, the largest first, each with the number of bytes counted for it."""
+    return held(memory_map, memory_map.peak) if memory_map else []
+
+
 def residuals(facts: LintInput) -> dict[str, list[tuple[Buffer, int]]]:
     """The residuals at the peak that several layers have, by label, the largest first.
 
     Each buffer comes with the number of bytes counted for it.
     """
     groups: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
-    for buffer, size in held(facts.memory_map, facts.memory_map.peak) if facts.memory_map else []:
+    for buffer, size in at_peak(facts.memory_map):
         if buffer.category == "residuals":
             groups[buffer.label].append((buffer, size))
     of_layers = {label: some for label, some in groups.items() if sum(buffer.num_layers for buffer, _ in some) > 1}
@@ -155,6 +162,6 @@ def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
 
     A buffer with as many elements as a buffer of the logits or the loss counts too.
     """
-    holders = held(memory_map, memory_map.peak) if memory_map else []
+    holders = at_peak(memory_map)
     of_loss = {num_elements(buffer) for buffer, _ in holders if buffer.category == "logits and loss"}
     return holders[0] if holders and num_elements(holders[0][0]) in of_loss - {0} else None

@@ -227,7 +227,8 @@ class _Reader:
         argument = self.arguments.get(raw.parameter) if raw.parameter is not None else None
         if argument is not None:
             path = argument.op_name or argument.name
-            name, shape, origin = argument.name + "{}", raw.values[0].shape if raw.values else "", NO_ORIGIN
+            name, origin = argument.name + "{}", NO_ORIGIN
+            shape = next((value.shape for value in raw.values if value.name == name), "")
             evidence = Evidence(role=self._role(path))
         else:
             unknown = HloValue(f"allocation.{raw.number}{{}}", False, 0, 0, "")
@@ -292,7 +293,7 @@ class _Reader:
         return [self._chain(group) for group in groups]
 
     def _chain(self, values: list[HloValue]) -> _Chain:
-        written = [(self._origin(value), value) for value in values if not value.is_phi]
+        written = [(self._origin(value), value) for value in values if not value.is_phi or self._of_branches(value)]
         stacked = [pair for pair in written if pair[0].num_layers > 1]
         named = [pair for pair in written if pair[0].op_name]
         origin, value = (stacked or named or written or [(NO_ORIGIN, values[0])])[-1]
@@ -304,6 +305,14 @@ class _Reader:
             made=self._live(value)[0],
             origin=origin,
         )
+
+    def _of_branches(self, value: HloValue) -> bool:
+        """Whether a value is the result of a conditional.
+
+        One of its branches may write zeros in place of the value.
+        """
+        instruction = self._instruction(value.name.partition("{")[0])
+        return instruction is not None and instruction.opcode == "conditional"
 
     def _vocabulary(self, chains: list[_Chain]) -> int:
         """The last dimension of the logits; 0 if there are none.

@@ -9,7 +9,7 @@ example, the fusion `loop_fusion.9`, which writes a slice into a stack of 12 lay
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxremat.policy.names import OPAQUE, WrittenName
 from jaxremat.xla import hlo
@@ -22,7 +22,9 @@ _SAME = frozenset(
 _XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
 #: Instructions that only refer to a value and don't make one.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
-_STRUCTURE = re.compile(r"(?:^|/)(?:while|body|cond|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)")
+_STRUCTURE = re.compile(
+    r"(?:^|/)(?:while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)"
+)
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
 #: Matches the attributes of a library's matmul that adds a bias. XLA gives such a call the scope of the matmul.
@@ -116,6 +118,12 @@ def find_origin(
             computation, index = module.computations[instruction.called[0]], index[1:]
             instruction = computation.root
             continue
+        if opcode == "conditional" and (branch := _making_branch(module, instruction, index)) is not None:
+            operand = instruction.operands[1 + branch]
+            callers.append((computation, replace(instruction, operands=(operand,), operand_elements=())))
+            computation = module.computations[instruction.called[branch]]
+            instruction = computation.root
+            continue
         if opcode == "async-done":
             following, index = 0, (1, *index)
         elif opcode == "tuple" and index:
@@ -162,6 +170,23 @@ def find_origin(
         made_by=collective[0] if collective else instruction.name,
         element=collective[1] if collective else index,
     )
+
+
+def _making_branch(module: hlo.Module, instruction: hlo.Instruction, index: tuple[int, ...]) -> int | None:
+    """The branch of a conditional that computes an element of its result.
+
+    None if no branch does. The others have a constant in its place, or hand an operand on.
+    """
+    for n, name in enumerate(instruction.called):
+        branch = module.computations[name]
+        made = branch.root
+        if made.opcode == "tuple" and index:
+            made = branch.by_name[made.operands[index[0]]]
+        while made.opcode in (*_SAME, "broadcast", "get-tuple-element"):
+            made = branch.by_name[made.operands[0]]
+        if made.operands:  # neither a parameter nor a constant, nor a fusion that fills an array
+            return n
+    return None
 
 
 def _adds_bias(instruction: hlo.Instruction) -> bool:

@@ -5,6 +5,7 @@ For example, a step that names `mlp_out` and saves it in a scan of 12 checkpoint
 """
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,11 +24,15 @@ from jaxremat.policy.jax_private import (
     shard_map_devices,
     written_name,
 )
+from jaxremat.policy.loops import made_of
 from jaxremat.policy.names import written_at
+from jaxremat.policy.program import flatten
 from jaxremat.policy.spec import Policy
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
 
+#: A checkpoint is around the whole forward pass if it recomputes at least this share of its FLOPs.
+_MOST = 0.9
 #: The scope of a step's outermost equations, as XLA has it.
 STEP = "jit(step)"
 
@@ -41,12 +46,14 @@ class BackwardLoop:
         trip_count: trip count of the loop.
         has_checkpoint: whether the differentiated code is under `jax.checkpoint`.
         num_bytes: bytes of the values that the forward loops stacked and this loop reads.
+        is_over_time: whether a matmul of each iteration reads the same parameters, as in a recurrence over time.
     """
 
     source: str
     trip_count: int
     has_checkpoint: bool
     num_bytes: int
+    is_over_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Traced:
         recompute: FLOPs of the matmuls and attention kernels among those operations.
         total: FLOPs of the whole program.
         loops: the outermost loops of the backward pass that contain matmuls.
+        whole_checkpoint: `file:line` of the one checkpoint that recomputes the forward pass; may be empty. None if there is none.
     """
 
     names: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -78,6 +86,7 @@ class Traced:
     recompute: ExecutedFlops = NO_FLOPS
     total: ExecutedFlops = NO_FLOPS
     loops: tuple[BackwardLoop, ...] = ()
+    whole_checkpoint: str | None = None
 
 
 def read_traced(jaxpr: Any) -> Traced:
@@ -91,6 +100,9 @@ def read_traced(jaxpr: Any) -> Traced:
         if name := written_name(place.eqn):
             names[name].add(place.eqn.outvars[0].aval.size)
     again = [place for place in found if place.is_recompute]
+    recompute = add_flops(place.flops.repeated(place.times) for place in again)
+    made = add_flops(p.flops.repeated(p.times) for p in found if p.is_leaf and phase_of(p.scope) == "forward")
+    is_whole = len(differentiated) == 1 and recompute.num_matmuls > 2 and recompute.total >= _MOST * made.total
     return Traced(
         names={name: frozenset(sizes) for name, sizes in names.items()},
         policy_names=frozenset(name for policy in policies for name in names_in_jax_policy(policy, names)),
@@ -99,9 +111,10 @@ def read_traced(jaxpr: Any) -> Traced:
         num_checkpoints=sum(place.times for place in differentiated),
         num_mergeable=sum(place.times for place in differentiated if not (place.is_apart or place.has_barriers)),
         num_recomputed=sum(place.times for place in again),
-        recompute=add_flops(place.flops.repeated(place.times) for place in again),
+        recompute=recompute,
         total=add_flops(equation_flops(eqn) for eqn in jaxpr.jaxpr.eqns),
         loops=tuple(_loops(jaxpr.jaxpr)),
+        whole_checkpoint=written_at(differentiated[0].eqn) if is_whole and not differentiated[0].is_apart else None,
     )
 
 
@@ -260,12 +273,21 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
                 trip_count=eqn.params["length"],
                 has_checkpoint=any(is_checkpoint(place.eqn) for place in places(eqn.params["jaxpr"].jaxpr)),
                 num_bytes=sum(var.aval.size * var.aval.dtype.itemsize for var in read),
+                is_over_time=_reads_the_same(eqn),
             )
         elif not is_checkpoint(eqn):
             if eqn.primitive.name == "scan":
                 stacked.update(_stacks(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars))
             for body in core.jaxprs_in_params(eqn.params):
                 yield from _loops(body)
+
+
+def _reads_the_same(eqn: Any) -> bool:
+    """Whether a matmul of a scan's body reads something made of what all iterations share."""
+    body = flatten(eqn.params["jaxpr"])
+    shared = made_of(body, body.inputs[: num_operands(eqn)[0]], body.inputs[num_operands(eqn)[0] :])
+    read = [atom for e in body.equations if e.kind == "dot_general" for atom in e.inputs if isinstance(atom, int)]
+    return not shared.isdisjoint(read)
 
 
 def _stacks(outside: Sequence[Any], inside: Sequence[Any]) -> list[Any]:
@@ -346,6 +368,27 @@ def logit_sizes(jaxpr: Any) -> frozenset[int]:
         for operand in place.eqn.invars
         if operand.aval.shape
     )
+
+
+def score_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
+    """The shapes [..., queries, keys] of attention's scores that a fused kernel doesn't store.
+
+    They are what a matmul of 16 bits, in batches, makes of vectors of up to 128 numbers in multiples of 8. They are
+    exponentiated, and a second matmul reads them. Other types and widths have no fused kernel, and neither have odd lengths.
+    """
+    found = [place.eqn for place in places(jaxpr.jaxpr)]
+    made, read = set[tuple[int, ...]](), set[tuple[int, ...]]()
+    for eqn in found:
+        if eqn.primitive.name == "dot_general":
+            contracted, batched = eqn.params["dimension_numbers"]
+            left, right = (var.aval for var in eqn.invars)
+            width = math.prod(left.shape[n] for n in contracted[0])
+            if batched[0] and left.dtype.itemsize == right.dtype.itemsize == 2 and width <= 128 and width % 8 == 0:
+                made.add(tuple(sorted(eqn.outvars[0].aval.shape)))
+            read |= {tuple(sorted(left.shape)), tuple(sorted(right.shape))}
+    exponents = {eqn.invars[0].aval.shape for eqn in found if eqn.primitive.name == "exp"}
+    scores = {shape for shape in exponents if tuple(sorted(shape)) in made & read and len(shape) > 2}
+    return frozenset(shape for shape in scores if shape[-1] % 2 == shape[-2] % 2 == 0)
 
 
 def _functions(eqn: Any) -> tuple[str, ...]:

@@ -1,0 +1,123 @@
+"""The defaults of a project: flags in the table `[tool.jaxremat]` of its `pyproject.toml`.
+
+    [tool.jaxremat]
+    target = "a100-80gb"
+    budget = "70GiB"
+
+    [tool.jaxremat.run]
+    policy = ["none", "dots"]
+
+The file is the one of the current folder, or of the nearest folder above it. A flag of the command line wins.
+"""
+
+import importlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxremat.errors import UsageError, bad_value, flag_of, nearest
+from jaxremat.session.fields import Flag, flags_of
+from jaxremat.system.files import parse_toml
+
+_FILE, _TABLE = "pyproject.toml", "tool.jaxremat"
+#: Flags of which a command takes one.
+_ONE_OF = ("model", "hf", "maxtext")
+
+
+def project_words(
+    kind: type, argv: Sequence[str], name: str, commands: Sequence[str], folder: Path | None = None
+) -> list[str]:
+    """The words of the project's defaults for a command, without those of typed flags.
+
+    Args:
+        kind: the dataclass of the command's flags.
+        argv: the arguments of the command line.
+        name: the command, such as `run`.
+        commands: all commands, which may have tables of their own.
+        folder: where the file is looked for. None takes the current folder.
+
+    Raises:
+        UsageError: the file can't be read, or has a flag that no command knows, or a value that no flag has.
+    """
+    path, table = _table_at(folder or Path.cwd())
+    if path is None:
+        return []
+    of_command = {key: value for key, value in table.items() if isinstance(value, dict)}
+    if unknown := next((key for key in of_command if key not in commands), None):
+        raise _unknown(path, f"[{_TABLE}.{unknown}]", unknown, commands)
+    flags = {flag.field: flag for flag in flags_of(kind)}
+    common = {key: value for key, value in table.items() if key not in of_command}
+    own = {_field(key): value for key, value in of_command.get(name, {}).items()}
+    defaults = {_field(key): value for key, value in common.items()} | own
+    if unknown := next(
+        (key for key in defaults if key not in flags and not (key not in own and _is_known(key, commands))), None
+    ):
+        raise _unknown(path, f"{unknown} in [{_TABLE}]", unknown, [*flags])
+    typed = {flag.field for flag in flags.values() if _is_typed(flag, argv)}
+    typed |= {*_ONE_OF} if typed & {*_ONE_OF} else set()
+    return [
+        word
+        for key, value in defaults.items()
+        if key in flags and key not in typed
+        for word in _words(flags[key], value, path)
+    ]
+
+
+def _table_at(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The nearest file with the table, and the table."""
+    for path in (at / _FILE for at in (folder, *folder.parents)):
+        try:
+            content = path.read_bytes().decode()
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError):
+            return None, {}  # another tool's to say
+        if "jaxremat" not in content:
+            return None, {}
+        try:
+            table = parse_toml(content).get("tool", {}).get("jaxremat")
+        except ValueError as error:
+            raise UsageError(f"{path} isn't TOML: {error}", next_step="mend the file") from None
+        if table is not None and not isinstance(table, dict):
+            raise UsageError(f"{path} has no table [{_TABLE}]: {table!r}", next_step=f"[{_TABLE}] and a line for each flag")
+        return (path, table) if table else (None, {})
+    return None, {}
+
+
+def _field(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def _is_typed(flag: Flag, argv: Sequence[str]) -> bool:
+    names = (flag.name, *(flag.parameter.alias or ()))
+    return any(word.partition("=")[0] in names for word in argv)
+
+
+def _is_known(field: str, commands: Sequence[str]) -> bool:
+    """Whether another command has the flag."""
+    kinds = (importlib.import_module(f"jaxremat.cli.{command}") for command in commands)
+    return any(
+        field == flag.field
+        for module in kinds
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__name__.endswith("Flags")
+        for flag in flags_of(kind)
+    )
+
+
+def _unknown(path: Path, got: str, name: str, known: Sequence[str]) -> UsageError:
+    return UsageError(f"{path} has {got}, which isn't known", next_step=nearest(name, known) or "jaxremat run --help-all")
+
+
+def _words(flag: Flag, value: Any, path: Path) -> Iterator[str]:
+    """The words of one default, as they would be typed."""
+    values = value if isinstance(value, list) else [value]
+    if flag.kind is bool:
+        if not isinstance(value, bool):
+            raise bad_value(f"{flag.field} in {path}", repr(value), "true or false", f"{flag.field} = true")
+        yield from [flag.name] if value else []
+    elif not values or not all(isinstance(one, str | int | float) for one in values):
+        raise bad_value(f"{flag.field} in {path}", repr(value), "text, a number or a list of them", f'{flag.field} = "..."')
+    else:
+        yield flag_of(flag.field)
+        yield from map(str, values)
