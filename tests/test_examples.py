@@ -26,8 +26,8 @@ from tests.equality import relative_difference
 from tests.helpers import quick_jit
 
 FOLDER = Path(__file__).parent.parent / "examples"
-#: All but the one on a mesh of its own, which `tests/test_own_mesh.py` compiles.
-NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "own_mesh")
+#: All but README's, which `tests/test_docs.py` reads, and the one on a mesh of its own, which `tests/test_own_mesh.py` compiles.
+NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("first", "own_mesh"))
 #: The largest difference of the gradients of two programs, as a share of the largest gradient.
 TOLERANCE = 1e-6
 #: Where gradients go through the statistics of BatchNorm, whose sums are rounded otherwise when they run again.
@@ -64,6 +64,8 @@ EXAMPLES = {
     "nnx_transformer": Example(LANGUAGE, (("at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)),
     "equinox_transformer": Example(LANGUAGE, (("at equinox_transformer.py", "repeat", 3),), 76.9, 8),
     "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("at plain_scan.py", "scan", 3),), 435.5, 24),
+    "lora": Example({**LANGUAGE, "rank": 4}, (("at lora.py", "scan", 3),), 444.5, 24),
+    "qlora": Example({**LANGUAGE, "rank": 4}, (("at qlora.py", "scan", 3),), 42.2, 24),
     "encoder_batchnorm": Example(
         {
             **{"num_frames": 32, "num_features": 8, "num_labels": 16},

@@ -549,6 +549,23 @@ def test_a_run_resumes_with_moments_a_schedule_and_microbatches(own, tmp_path):
 
 
 @pytest.mark.full
+def test_a_run_resumes_from_checkpoints_of_the_trained_parameters_alone(own, tmp_path):
+    """The frozen ones are made again as at the beginning, and other ones are rejected."""
+    flags = (*own, "--freeze", "in")
+    first = trained(tmp_path / "a", *flags, "--num-steps", "2")
+    found = trained(tmp_path / "a", *flags, "--num-steps", "4")
+    assert found[:2] == first
+    assert losses(found) == losses(trained(tmp_path / "b", *flags, "--num-steps", "4"))
+    stored = (tmp_path / "a" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert set(re.findall(r"params\.(\w+)", stored)) == {"out"}
+    sums = tmp_path / "a" / "checkpoints" / "4" / "sum" / "metadata"
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {"frozen": 1}))
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "2")
+    error = error_of(*flags, "--num-steps", "6", "--run-dir", str(tmp_path / "a"))
+    assert "frozen" in error.got
+
+
+@pytest.mark.full
 @pytest.mark.any_jax
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 40), (3, 13)])
 def test_batches_that_end(own, tmp_path, accumulate, steps):

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin
 
 from jaxremat.chips.catalog import ATTACHED, CHIPS, Attention
-from jaxremat.errors import UsageError, bad_value, both
+from jaxremat.errors import UsageError, alone, bad_value, both
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 #: How tokens get to their experts: each expert computes every token, or the tokens are sorted by expert.
 Dispatch = Literal["dense", "ragged"]
+#: How frozen kernels are stored: in the compute dtype, as int8, or in the 4 bits of QLoRA.
+Quantized = Literal["none", "int8", "nf4"]
 #: How equal layers run: scanned over stacked parameters, or unrolled. It isn't part of a policy, because it changes
 #: the tree of the parameters.
 Layout = Literal["loop", "unrolled"]
@@ -30,6 +32,7 @@ _INTERVALS = {
     "router_loss": ("[0, inf)", "0.02 is Mixtral's"),
     **dict.fromkeys(("query_pre_attn_scalar", "attention_softcap", "logit_softcap"), ("[0, inf)", "0 switches it off")),
     "dropout": ("[0, 1)", "0.1 is GPT-2's"),
+    "lora_alpha": ("(0, inf)", "8 is peft's default, and twice the rank a usual one"),
     "learning_rate": ("(0, inf)", "3e-4 is a usual one"),
     "clip_norm": ("(0, inf)", "1.0 is a usual one"),
     "weight_decay": ("[0, inf)", "0.1 is a usual one"),
@@ -129,6 +132,14 @@ class ModelConfig:
     logit_softcap: float = _help(0.0, "logits become cap * tanh(logit / cap) (Gemma 2); 0 for no cap")
     tie_embeddings: bool = _help(True, "the output head is the token embedding")
     scale_embeddings: bool = _help(False, "multiply embeddings by sqrt(embed_dim) (Gemma)")
+    lora: str = _help(
+        "",
+        "LoRA adapters, which alone are trained, of linear layers such as query, wi_* or q_proj: all by default",
+        "RANK[:PATTERNS]",
+        "none",
+    )
+    lora_alpha: float = _help(8.0, "an adapter's result is multiplied by alpha / rank; 8 is peft's default")
+    quantize_base: Quantized = _help("none", "how the frozen kernels of linear layers are stored with --lora (QLoRA)")
     dropout: float = _help(0.0, "rate on embeddings and on both residual branches")
     dtype: Dtype = _help("bfloat16", "compute dtype")
     param_dtype: Dtype = _help("float32", "parameter dtype")
@@ -180,6 +191,12 @@ class ModelConfig:
         if 1 < self.num_experts < self.experts_per_token:
             upto = f"up to the {self.num_experts} experts"
             raise _bad_field("experts_per_token", self.experts_per_token, upto, "2 and 8 are usual ones")
+        if self.lora:
+            from jaxremat.config.lora import parse_lora
+
+            parse_lora(self.lora)
+        elif self.quantize_base != "none":
+            raise UsageError(alone(f"--quantize-base {self.quantize_base}", "--lora"), next_step="add --lora 16")
         scaling = None
         if self.rope_scaling:
             from jaxremat.config.rope import parse_rope_scaling

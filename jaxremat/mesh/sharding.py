@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -266,7 +267,7 @@ def param_shardings(mesh: AnyMesh, params: Any, axes_of: LogicalAxes | None) -> 
         axes = axes_of(path, leaf.shape) if axes_of else None
         sharding = param_sharding(mesh, leaf, axes)
         divided = tuple(_divides(mesh, part) for part in sharding.spec) + (None,) * (leaf.ndim - len(sharding.spec))
-        num_bytes = leaf.size * leaf.dtype.itemsize
+        num_bytes = array_bytes(leaf)
         found.append(
             ParamSharding(
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -310,7 +311,7 @@ def leaves_on_mesh(tree: Any, shardings: Any, *, is_batch: bool = False) -> tupl
                 name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 shape=leaf.shape,
                 axes=frozenset(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1),
-                num_bytes=leaf.size * leaf.dtype.itemsize,
+                num_bytes=array_bytes(leaf),
                 device_bytes=bytes_of_a_device(leaf, sharding),
                 is_batch=is_batch,
             )
@@ -323,7 +324,7 @@ def _not_divided(mesh: AnyMesh, leaf: Any, divided: tuple[Any, ...], axes: tuple
 
     Empty if there is no such axis.
     """
-    num_bytes = leaf.size * leaf.dtype.itemsize
+    num_bytes = array_bytes(leaf)
     if num_bytes < SMALL_BYTES:
         return f"whole, as it has < {SMALL_BYTES // 2**10} KiB"
     rules = dict(RULES)
@@ -404,11 +405,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def array_bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
+    """Bytes of an array, or of a part of it that has another shape.
+
+    XLA has two values of 4 bits in a byte.
+    """
+    bits = 8 * leaf.dtype.itemsize if leaf.dtype not in (jnp.int4, jnp.uint4) else 4
+    return -(-math.prod(leaf.shape if shape is None else shape) * bits // 8)
+
+
 def bytes_of_a_device(tree: Any, shardings: Any) -> int:
     """Bytes of the arrays of `tree` that one device holds."""
 
     def num_bytes(leaf: Any, sharding: NamedSharding) -> int:
-        return int(np.prod(sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        return array_bytes(leaf, sharding.shard_shape(leaf.shape))
 
     return sum(jax.tree.leaves(jax.tree.map(num_bytes, tree, shardings)))
 
@@ -421,7 +431,7 @@ def param_sharding(mesh: AnyMesh, leaf: Any, axes: tuple[str | None, ...] | None
     """
     if (given := given_sharding(mesh, leaf)) is not None:
         return given
-    if leaf.size * leaf.dtype.itemsize < SMALL_BYTES:
+    if array_bytes(leaf) < SMALL_BYTES:
         return NamedSharding(mesh, PartitionSpec())
     divided = divided_by(mesh, leaf.shape, axes or (None,) * leaf.ndim)
     left = tuple(axis for axis in _larger_than_one(mesh, ("fsdp", "expert")) if axis not in axes_in(divided))

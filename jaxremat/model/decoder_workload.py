@@ -155,6 +155,7 @@ def decoder_workload(
         samples=Samples(batch, (LeafSamples(0),)),
         own_layers=_own_layers(model, batch, train.seq_len, implementation),
         compute_dtype=model.dtype,
+        trainable="lora_*" if model.lora else None,
         frozen_dtype=model.dtype,
         attention=implementation,
         notes=(f"attention {implementation}: {reason}",),

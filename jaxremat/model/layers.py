@@ -22,12 +22,11 @@ from jaxremat.config.rope import parse_rope_scaling
 from jaxremat.mesh.sharding import on_mesh
 from jaxremat.model.attention import attend_fused, traced_attention, xla_attention
 from jaxremat.model.experts import Experts
-from jaxremat.model.gathers import gathering
+from jaxremat.model.linear import linear
 from jaxremat.policy import maxtext
 
 #: The logical axes of the residual stream `[B, T, D]` on a mesh.
 RESIDUAL = ("batch", "sequence", None)
-_INIT = nn.initializers.normal(0.02)
 
 
 class Norm(nn.Module):
@@ -158,16 +157,8 @@ class SelfAttention(nn.Module):
         c = self.config
 
         def project(name: str, num_heads: int, heads: str) -> jax.Array:
-            projected = nn.DenseGeneral(
-                (num_heads, c.head_dim),
-                use_bias=c.use_bias or c.qkv_bias,
-                name=name,
-                kernel_init=_INIT,
-                dtype=c.dtype,
-                param_dtype=c.param_dtype,
-                promote_dtype=gathering(c, name, self.gathers),
-            )(x_BTD)
-            return on_mesh(projected, "batch", "sequence", heads, None)
+            layer = linear(c, (num_heads, c.head_dim), name, self.gathers, bias=c.use_bias or c.qkv_bias)
+            return on_mesh(layer(x_BTD), "batch", "sequence", heads, None)
 
         def normalized(x_BTNH: jax.Array, name: str) -> jax.Array:
             norm, num_axes = Norm(c, "rmsnorm", name=name), 3 if c.qk_norm_over == "head" else 2
@@ -190,16 +181,7 @@ class SelfAttention(nn.Module):
         context_BTNH = on_mesh(context_BTNH, "batch", "sequence", "heads", None)
         if not ((fused := fused_attention(implementation)) and fused.names_residuals):
             context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
-        out_BTD = nn.DenseGeneral(
-            c.embed_dim,
-            axis=(-2, -1),
-            use_bias=c.use_bias or c.out_bias,
-            name="out",
-            kernel_init=_INIT,
-            dtype=c.dtype,
-            param_dtype=c.param_dtype,
-            promote_dtype=gathering(c, "out", self.gathers),
-        )(context_BTNH)
+        out_BTD = linear(c, c.embed_dim, "out", self.gathers, bias=c.use_bias or c.out_bias, axes=2)(context_BTNH)
         return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
 
 
@@ -221,16 +203,8 @@ class Mlp(nn.Module):
         """`[B, T, D]` to `[B, T, D]`."""
         c = self.config
 
-        def dense(features: int, name: str) -> nn.Dense:
-            return nn.Dense(
-                features,
-                use_bias=c.use_bias or c.mlp_bias,
-                name=name,
-                kernel_init=_INIT,
-                dtype=c.dtype,
-                param_dtype=c.param_dtype,
-                promote_dtype=gathering(c, name, self.gathers),
-            )
+        def dense(features: int, name: str) -> Any:
+            return linear(c, features, name, self.gathers, bias=c.use_bias or c.mlp_bias)
 
         def wide(name: str) -> jax.Array:
             return on_mesh(dense(c.mlp_dim, name)(x_BTD), "batch", "sequence", "mlp")

@@ -35,5 +35,16 @@ def logical_axes(path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[str | N
         shape: the parameter's shape, stacked or not.
     """
     keys = ["", *(getattr(key, "key", str(key)) for key in path)]
-    axes = LOGICAL_AXES.get((keys[-2], keys[-1]), ())
+    axes = LOGICAL_AXES.get((keys[-2], keys[-1])) or _beside_kernel(keys[-1], keys[-2])
     return (None,) * (len(shape) - len(axes)) + axes
+
+
+def _beside_kernel(name: str, layer: str) -> tuple[str | None, ...]:
+    """The axes of what a linear layer has beside its kernel.
+
+    That are an adapter's parts, and the scales of a quantized kernel.
+    """
+    axes = LOGICAL_AXES.get((layer, "kernel"), ())
+    num_in = 2 if layer == "out" else 1
+    by_name = {"lora_a": (*axes[:num_in], None), "lora_b": (None, *axes[num_in:]), "kernel_scale": (None, *axes[num_in:])}
+    return by_name.get(name, ()) if axes else ()

@@ -84,6 +84,7 @@ def _no_effect(config: ModelConfig) -> Iterator[tuple[str, str]]:
         "no layer has a window (--sliding-window)": (not config.sliding_window, "window_pattern"),
         "queries and keys have no norm (--qk-norm)": (not config.qk_norm, "qk_norm_over"),
         "all projections have biases (--use-bias)": (config.use_bias, "qkv_bias", "out_bias", "mlp_bias"),
+        "there are no adapters (--lora)": (not config.lora, "lora_alpha"),
         "the MLP has no GELU (--mlp)": (config.mlp == "swiglu", "exact_gelu"),
     }  # fmt: skip
     for reason, (holds, *names) in reasons.items():

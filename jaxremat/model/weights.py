@@ -16,7 +16,7 @@ References:
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxremat.config import ModelConfig
 from jaxremat.errors import MissingDependencyError, UsageError
+from jaxremat.model.linear import with_adapters
 from jaxremat.model.transformer import param_shapes
 from jaxremat.system.files import parse_json
 
@@ -88,13 +89,16 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
 
     Returns:
         The tree that `Decoder(config).init` has under `params`: numpy arrays in `config.param_dtype`. The host needs the bytes of
-        the tree, and of one tensor more.
+        the tree, and of one tensor more. With `config.lora` they are those of the base, beside adapters with their first values,
+        and with `config.quantize_base` the kernels are quantized.
 
     Raises:
         UsageError: there is no such file, a tensor is missing, is left over or is there twice, or its shape isn't the model's or
             its type no float type.
         MissingDependencyError: the package safetensors isn't installed.
     """
+    if config.lora:
+        return with_adapters(config, load_safetensors(path, replace(config, lora="", quantize_base="none")))
     with contextlib.ExitStack() as stack:
         tensors = _by_name(str(path), (tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)))
         leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))

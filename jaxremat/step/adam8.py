@@ -122,7 +122,7 @@ def encoded(values: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         dtype: int8, uint8 or float32.
     """
     if dtype == jnp.float32:
-        return values, jnp.zeros(0, jnp.float32)
+        return values, jnp.zeros(1, jnp.float32)
     blocks = _in_blocks(values)
     top = _top(dtype)
     largest = jnp.max(jnp.abs(blocks), -1) / _share(jnp.asarray(2 ** (top + 1) - 1, jnp.int32), top)
@@ -167,10 +167,10 @@ def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the blocks of a parameter.
 
-    There are none where its moments are in float32.
+    One that is unused where its moments are in float32, because a checkpoint can't have empty arrays.
     """
     if math.prod(shape) < LEAST_SIZE:
-        return (0,)
+        return (1,)
     *first, last = _merged(shape)
     return (*first, -(-last // BLOCK))
 

@@ -22,7 +22,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.mesh.sharding import LeafOnMesh, batch_shardings, leaves_on_mesh, replicated, state_shardings, tracing_on
+from jaxremat.mesh.sharding import (
+    LeafOnMesh,
+    array_bytes,
+    batch_shardings,
+    leaves_on_mesh,
+    replicated,
+    state_shardings,
+    tracing_on,
+)
 from jaxremat.policy.spec import NONE, OWN, Policy
 from jaxremat.policy.state import has_objects, with_objects
 from jaxremat.policy.tree import combine
@@ -238,7 +246,7 @@ def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
     """
     args = abstract_args(workload, train)
     state = args if workload.step is not None else args[0]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return sum(map(array_bytes, jax.tree.leaves(state)))
 
 
 def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) -> None:

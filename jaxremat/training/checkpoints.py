@@ -9,6 +9,9 @@ Orbax writes them while the training runs.
 orbax writes a checkpoint into a folder of another name, and renames it when it is whole. So a process that is killed leaves the
 last finished one as it was. Two stay, so one is left if a disk spoils the newer one.
 
+Where parameters are frozen, a checkpoint has the trained ones alone, such as those of LoRA adapters. The others are made as at
+the beginning of the run, and must have the same sum of bits as then.
+
 A checkpoint has its step, and the sum of all bits of the state, computed on the device before it was copied. A state that is read
 must have the same sum, and the step that its folder is called by.
 
@@ -43,13 +46,16 @@ class Checkpoints:
         folder: the folder, which is made if it isn't there. Several processes have it in common.
         shapes: the shapes of the state (`jax.ShapeDtypeStruct`), each with the sharding by which its array lies.
         agree: whether something is so in any of the processes that run the steps together.
+        frozen: the sum of the bits of the frozen parameters, which no checkpoint has. None where all are stored.
 
     Raises:
         JaxrematError: the folder can't be made.
     """
 
-    def __init__(self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool) -> None:
-        self._folder, self._shapes, self._agree = folder.absolute(), shapes, agree
+    def __init__(
+        self, folder: Path, shapes: Any, agree: Callable[[bool], bool] = bool, *, frozen: int | None = None
+    ) -> None:
+        self._folder, self._shapes, self._agree, self._frozen = folder.absolute(), shapes, agree, frozen
         self._digest = jax.jit(digest)
         silence_orbax()
         self._manager = self._open()
@@ -105,6 +111,8 @@ class Checkpoints:
                 return None, "the sum of its bits is another one"
             if (saved := found["sum"].get("step", step)) != step:  # earlier checkpoints don't say their step
                 return None, f"it is that of step {saved}"
+            if found["sum"].get("frozen") != self._frozen:
+                return None, "the frozen parameters are other ones now"
             return state, ""
         except Exception as error:  # orbax, tensorstore and Python's JSON each have errors of their own
             return None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
@@ -129,9 +137,10 @@ class Checkpoints:
         Raises:
             JaxrematError: this checkpoint or the one before couldn't be written.
         """
+        frozen = {} if self._frozen is None else {"frozen": self._frozen}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(by_path(state)),
-            sum=ocp.args.JsonSave({"bits": int(self._digest(state)), "step": step}),
+            sum=ocp.args.JsonSave({"bits": int(self._digest(state)), "step": step} | frozen),
         )
         with self._said():
             self._manager.wait_until_finished()
@@ -202,11 +211,11 @@ def by_path(state: Any) -> dict[str, Any]:
 
 def digest(state: Any) -> jax.Array:
     """The sum of all bits of a state's arrays, read as whole numbers and taken modulo 2**31."""
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+    unsigned: dict[int, Any] = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     total = jnp.zeros((), jnp.uint32)
     for leaf in jax.tree.leaves(state):
         plain = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        plain = plain.astype(jnp.uint8) if plain.dtype == bool else plain
+        plain = plain.astype(jnp.uint8) if plain.dtype in (jnp.bool_, jnp.uint4) else plain
         plain = jnp.stack((plain.real, plain.imag)) if jnp.iscomplexobj(plain) else plain
         bits = jax.lax.bitcast_convert_type(plain, unsigned[plain.dtype.itemsize])
         total += jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32)

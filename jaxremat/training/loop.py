@@ -19,11 +19,13 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import JaxrematError
 from jaxremat.mesh.sharding import batch_shardings, replicated, tracing_on
 from jaxremat.policy.spec import Policy
+from jaxremat.policy.state import has_objects
+from jaxremat.policy.tree import combine
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
 from jaxremat.step.step import abstract_args, evaluation_key, step_shardings
 from jaxremat.system.interrupt import deferred, in_xla
-from jaxremat.training.checkpoints import Checkpoints, all_finite
+from jaxremat.training.checkpoints import Checkpoints, all_finite, digest
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
 from jaxremat.training.run_folder import RunFolder
 from jaxremat.trial.measure import StepTiming, largest_peak, step_timing
@@ -149,17 +151,20 @@ class Training:
             stack.enter_context(jax.default_device(self.target.device))
             stack.enter_context(tracing_on(self.workload.mesh, is_own=True))
             compiled: Any = self.trials.compile(self.policy, self.batch).compiled
-            checkpoints = (
-                Checkpoints(self.folder.checkpoints, self.state_shapes, self.listener.agree) if self.folder else None
-            )
-            stored_step, done, state = None, 0, None
+            stored_step, done, state = None, 0, self._first_state() if self._stores_trained else None
+            checkpoints = None
+            if self.folder:
+                frozen = None if state is None else int(jax.jit(digest)(self.workload.split(state.params)[1]))
+                shapes = self._stored(self.state_shapes)
+                checkpoints = Checkpoints(self.folder.checkpoints, shapes, self.listener.agree, frozen=frozen)
             if checkpoints and (found := checkpoints.newest(self.listener.note)):
-                done, state = found
-                stored_step = done
+                stored_step = done = found[0]
+                params = found[1].params
+                if state is not None:
+                    params = combine(params, self.workload.split(state.params)[1])
+                state = found[1].replace(params=params)
             if state is None:
-                shardings = None if self.target.mesh is None else self.state_shardings
-                with in_xla():
-                    state = jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
+                state = self._first_state()
             metrics = MetricsFile(self.folder.metrics if self.folder and self.writes else None, done)
             if metrics.num_dropped and not done:
                 self.listener.note("no checkpoint is there, so that the run begins again, and its metrics do")
@@ -205,7 +210,7 @@ class Training:
                             stored_step,
                         )
                     if checkpoints:
-                        checkpoints.save(step, state)
+                        checkpoints.save(step, self._stored(state))
                         stored_step = step
                 if missing is not None:
                     if checkpoints:
@@ -218,6 +223,23 @@ class Training:
             if checkpoints:
                 checkpoints.wait()
             return Ended(done, state.params, timing, interrupted)
+
+    @property
+    def _stores_trained(self) -> bool:
+        """Whether a checkpoint has the trained parameters alone.
+
+        The others are frozen, and no loss changes them.
+        """
+        return self.workload.trainable is not None and not has_objects(self.workload.params)
+
+    def _stored(self, state: Any) -> Any:
+        """What a checkpoint has of a state."""
+        return state.replace(params=self.workload.split(state.params)[0]) if self._stores_trained else state
+
+    def _first_state(self) -> Any:
+        shardings = None if self.target.mesh is None else self.state_shardings
+        with in_xla():
+            return jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
 
     def _batches(self, done: int) -> Iterator[Any]:
         """The batches of the steps after `done` steps, on the device."""

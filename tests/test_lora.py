@@ -1,0 +1,203 @@
+"""LoRA adapters and quantized kernels of the decoder: equal to what is written by hand, and frozen but for the adapters."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.config.lora import LINEAR_LAYERS, parse_lora
+from jaxremat.errors import UsageError
+from jaxremat.mesh.sharding import RULES
+from jaxremat.model.decoder_workload import decoder_workload, make_loss
+from jaxremat.model.linear import NF4, dequantize, quantize, quantized_dot, with_adapters
+from jaxremat.model.param_axes import logical_axes
+from jaxremat.model.transformer import Decoder, param_shapes
+from jaxremat.policy.grammar import parse
+from jaxremat.policy.state import split_trained
+from jaxremat.policy.tree import combine, path_text
+from jaxremat.session.flags import ModelFlags, RunFlags
+from jaxremat.session.request import check_run
+from tests.helpers import quick_jit
+
+BASE = ModelConfig(
+    "lora", 61, 2, 64, 2, 1, 32, 128, positions="rope", mlp="swiglu", norm="rmsnorm", use_bias=False, qkv_bias=True,
+    tie_embeddings=False, dtype="float32", max_seq_len=16,
+)  # fmt: skip
+LORA = replace(BASE, lora="4", lora_alpha=6.0)
+TRAIN = TrainConfig(seq_len=12)
+
+
+def tokens() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 13)), jnp.int32)
+
+
+@functools.cache
+def params(config: ModelConfig) -> Any:
+    """First values, with random ones in place of the zeros of `lora_b`."""
+    workload = decoder_workload(config, TRAIN, 2, "xla")
+    assert workload.init
+    made = quick_jit(workload.init)(jax.random.key(0))
+    random = np.random.default_rng(1)
+
+    def one(path: Any, leaf: jax.Array) -> Any:
+        is_b = path[-1].key == "lora_b"
+        return random.standard_normal(leaf.shape, np.float32) / 8 if is_b else leaf
+
+    return jax.tree_util.tree_map_with_path(one, made)
+
+
+def value_and_grads(config: ModelConfig, policy: str = "none") -> tuple[jax.Array, Any]:
+    floats, others = split_trained(params(config), lambda path: "lora_" in path)
+    loss = make_loss(config, parse(policy), "xla")
+    return quick_jit(jax.value_and_grad(lambda floats: loss(combine(floats, others), tokens(), jax.random.key(0))))(floats)
+
+
+def merged(tree: Any) -> Any:
+    """The parameters of the plain decoder: each kernel with its adapter's product added, by hand."""
+    if not isinstance(tree, dict):
+        return tree
+    if "lora_a" not in tree:
+        return {name: merged(part) for name, part in tree.items()}
+    a, b, kernel = tree["lora_a"], tree["lora_b"], tree["kernel"]
+    product = jnp.einsum("lir,lro->lio", a.reshape(2, -1, 4), b.reshape(2, 4, -1)).reshape(kernel.shape)
+    rest = {name: leaf for name, leaf in tree.items() if not name.startswith("lora_")}
+    return rest | {"kernel": kernel + 6.0 / 4 * product}
+
+
+@pytest.mark.full
+def test_gradients_are_those_of_an_adapter_by_hand():
+    floats, others = split_trained(params(LORA), lambda path: "lora_" in path)
+    plain = make_loss(BASE, parse("none"), "xla")
+
+    def by_hand(floats: Any) -> jax.Array:
+        return plain(merged(combine(floats, others)), tokens(), jax.random.key(0))
+
+    want_value, want = quick_jit(jax.value_and_grad(by_hand))(floats)
+    value, got = value_and_grads(LORA)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want))
+    assert len(jax.tree.leaves(got)) == 2 * len(LINEAR_LAYERS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), got, want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "policy"), [("int8", "none"), ("nf4", "dots")])
+def test_a_quantized_base_is_the_dequantized_one(how, policy):
+    """Loss and gradients are those of the kernels that the codes stand for, under a policy that recomputes, too."""
+    config = replace(LORA, quantize_base=how)
+
+    def dequantized(tree: Any, name: str = "") -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        if "kernel_scale" not in tree:
+            return {of: dequantized(part, of) for of, part in tree.items()}
+        num_in = 2 if name == "out" else 1
+        of_layer = functools.partial(dequantize, how=how, num_in=num_in, dtype=jnp.float32)
+        kernel = jax.vmap(of_layer)(tree["kernel"], tree["kernel_scale"])
+        return {of: leaf for of, leaf in tree.items() if of != "kernel_scale"} | {"kernel": kernel}
+
+    floats, others = split_trained(dequantized(params(config)), lambda path: "lora_" in path)
+    loss = make_loss(LORA, parse("none"), "xla")
+    want = quick_jit(jax.value_and_grad(lambda floats: loss(combine(floats, others), tokens(), jax.random.key(0))))(floats)
+    got = value_and_grads(config, policy)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "worst"), [("int8", 1 / 254), ("nf4", 0.16)])
+def test_quantized_kernels_are_near(how, worst):
+    """The error is at most half of a step of int8, and half of the widest gap of NF4's values, times the largest of a block."""
+    kernel = np.random.default_rng(0).standard_normal((2, 64, 24), np.float32)
+    codes, scales = quantize(jnp.asarray(kernel), how, 2)
+    found = dequantize(codes, scales, how, 2, jnp.float32)
+    assert (codes.shape, scales.shape) == (kernel.shape, (1 if how == "int8" else 2, 24))
+    blocks = (kernel - np.asarray(found)).reshape(scales.shape[0], -1, 24)
+    largest = np.abs(kernel.reshape(blocks.shape)).max(1, keepdims=True)
+    assert (np.abs(blocks) <= 1.001 * worst * largest).all()
+    again, _ = quantize(found, how, 2)
+    np.testing.assert_array_equal(again, codes)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [replace(LORA, lora="4:query,wo"), replace(LORA, quantize_base="nf4", scan_layers=False)])
+def test_a_base_gets_adapters(config):
+    """The tree of the decoder with adapters: the base's own values, or their codes, and adapters that add nothing yet."""
+    plain = replace(config, lora="", quantize_base="none")
+    base = quick_jit(lambda: Decoder(plain).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"])()
+    made, shapes = with_adapters(config, base), param_shapes(config)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), made) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype.name), shapes
+    )
+    loss, of_plain = (make_loss(one, parse("none"), "xla") for one in (config, plain))
+    got, want = (quick_jit(f)(tree, tokens(), jax.random.key(0)) for f, tree in ((loss, made), (of_plain, base)))
+    np.testing.assert_allclose(got, want, rtol=1e-6 if config.quantize_base == "none" else 0.02)
+
+
+def test_the_values_of_nf4_are_sorted_and_have_zero():
+    assert (np.diff(NF4) > 0).all()
+    assert {-1.0, 0.0, 1.0} <= set(NF4.tolist())
+
+
+def test_a_quantized_kernel_is_no_residual():
+    """The backward pass reads the codes again: nothing of the kernel's size in the compute dtype is saved."""
+    codes, scales = jax.eval_shape(lambda: quantize(jnp.zeros((64, 32)), "nf4", 1))
+    x = jax.ShapeDtypeStruct((3, 64), jnp.bfloat16)
+    _, pullback = jax.eval_shape(
+        lambda *args: jax.vjp(lambda x: quantized_dot(x, args[1], args[2], "nf4", 1), args[0]), x, codes, scales
+    )
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(pullback) if leaf.size == 64 * 32} == {"uint4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("16", tuple(LINEAR_LAYERS)),
+        ("16:query,value", ("query", "value")),
+        ("16:q_proj,v_proj,q*", ("query", "value")),
+        ("16:wi_*,o_proj", ("wi_0", "wi_1", "out")),
+    ],
+)
+def test_the_layers_of_a_text(text, layers):
+    found = parse_lora(text)
+    assert found
+    assert (found.rank, found.layers) == (16, layers)
+
+
+@pytest.mark.parametrize("text", ["0", "x", "16:", "16:query,qkv", "-1", "1e3", "99999"])
+def test_a_text_that_is_no_adapter(text):
+    with pytest.raises(UsageError) as caught:
+        replace(BASE, lora=text)
+    assert "--lora" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quantize_base": "nf4"}, {"lora": "4", "quantize_base": "int3"}, {"lora": "4", "lora_alpha": 0}]
+)
+def test_fields_that_do_not_go_together(changes):
+    with pytest.raises(UsageError):
+        replace(BASE, **changes)
+
+
+def test_only_the_adapters_are_trained():
+    request = check_run(RunFlags(model="llama3-8b", fields=ModelFlags(lora="16:query,value"), target="h100-80gb"))
+    made = request.model.factory(request, None, None).at(None, TRAIN)
+    assert made.num_trained == 32 * 16 * (2 * 4096 + 4096 + 1024)
+    assert made.num_params - made.num_trained == 8_030_261_248
+    assert {str(leaf.dtype) for _, leaf in made.frozen} == {"bfloat16"}
+
+
+def test_adapters_lie_as_their_kernels_do():
+    """Each part beside a kernel has the kernel's own axes, and an axis of its own for the rank or for the blocks."""
+    known = {name for name, _ in RULES} | {None, "head_dim"}
+    for path, leaf in jax.tree.leaves_with_path(param_shapes(replace(LORA, quantize_base="nf4"))):
+        axes = logical_axes(path, leaf.shape)
+        assert len(axes) == leaf.ndim
+        assert set(axes) <= known, path_text(path)
+        if path[-1].key in ("lora_a", "lora_b"):
+            assert "embed" in axes or "mlp" in axes or "heads" in axes or "kv_heads" in axes
