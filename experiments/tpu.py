@@ -131,7 +131,7 @@ def early_cases(seed: int, count: int) -> list[Case]:
             chance.choice(("v4", "v5e", "v5p", "v6e")),
             chance.choice(("nothing", "none", "dots", "save:mlpwi", "offload:mlpwi")),
             chance.choice(("fsdp=4", "data=2,fsdp=2", "data=4")),
-            batches=(chance.choice((2, 8, 32)),),
+            batches=(chance.choice((256, 1024, 4096)),),
             attention=chance.choice(("none", "splash", "xla")),
             is_unrolled=chance.choice((True, False)),
             num_layers=chance.choice((2, 4)),
