@@ -52,6 +52,7 @@ NOT_RUN = {
     ("built", "flags -> request -> session"): "a drawing, and no output",
     ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat recommend"): "hundreds of compiles",
+    ("finetune", "jaxremat recommend"): "minutes of compiles",
     ("code", "test_memory.py::test_step"): "a test of one's own; tests/test_pytest_plugin.py has one like it",
     ("maxtext", "--maxtext"): "MaxText isn't in the environment of the pages",
 }

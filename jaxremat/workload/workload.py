@@ -48,6 +48,8 @@ _OF_LOSS = (
     *("params", "batch", "init", "batches", "eval_loss", "eval_batches", "measured", "optimizer", "layers", "loss_under"),
     *("matrix_axes", "logical_axes", "own_layers", "as_config", "trainable"),
 )
+#: The dtypes of quantized parameters.
+_QUANTIZED = (jnp.int8, jnp.uint8, jnp.int4, jnp.uint4)
 _SHAPES = "give shapes in place of arrays: jax.eval_shape(init, key), or jax.ShapeDtypeStruct(shape, dtype)"
 
 
@@ -279,9 +281,12 @@ class Workload:
     def num_params(self) -> int:
         """The number of values in the float leaves, trained and frozen.
 
-        0 for a workload that is a step.
+        Where parameters are frozen, integers of at most 8 bits count too: they are quantized parameters. 0 for a workload that is
+        a step.
         """
-        return sum(leaf.size for leaf in jax.tree.leaves(split_trained(self.abstract_params)[0]))
+        floats, others = split_trained(self.abstract_params)
+        quantized = [leaf for leaf in jax.tree.leaves(others) if leaf.dtype in _QUANTIZED and self.trainable is not None]
+        return sum(leaf.size for leaf in (*jax.tree.leaves(floats), *quantized))
 
     @property
     def num_trained(self) -> int | None:
