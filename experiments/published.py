@@ -275,8 +275,8 @@ def _mesh_of(program: Program) -> "MeshShape | None":
 def predicted(program: Program, module: "Module") -> dict[str, float]:
     """The predicted seconds of a program, in all and by class of kernels.
 
-    Matmuls and attention are those of kernels alone. `other_s` is what they and exposed collectives leave of the step. It has
-    by how much kernels take longer in training and beside collectives, too.
+    Matmuls and attention are those of kernels alone. `other_s` is what they and what is exposed of collectives and host transfers
+    leave of the step. It has by how much kernels take longer in training and beside collectives, too.
     """
     from jaxremat.xla.clock import predict_kernel_time, predict_step_time
     from jaxremat.xla.kernels import kernels_of
@@ -290,7 +290,9 @@ def predicted(program: Program, module: "Module") -> dict[str, float]:
             whose = kernel.kernel_class.rpartition(" ")[2]
             seconds[f"{whose}_s"] += predict_kernel_time(kernel, speed).kernel_s * kernel.count / speed.training_share
     links = {"collective_s": time.collective_s, "collective_exposed_s": time.collective_exposed_s}
-    other_s = time.step_s - sum(seconds.values()) - time.collective_exposed_s
+    if speed.cycles_per_s:  # of TPUs, whose recipes offload
+        links |= {"host_s": time.host_s, "host_exposed_s": time.exposed_s}
+    other_s = time.step_s - sum(seconds.values()) - time.collective_exposed_s - time.exposed_s
     return {"predicted_s": time.step_s, **seconds, **links, "other_s": other_s}
 
 
@@ -514,7 +516,7 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
         1,
         (
             *("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s", "collective_s"),
-            *("collective_exposed_s", "other_s"),
+            *("collective_exposed_s", "host_exposed_s", "other_s"),
         ),
     ),
     "fits": (
@@ -555,6 +557,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "attention_s": ("attention", SECONDS),
     "collective_s": ("links busy", SECONDS),
     "collective_exposed_s": ("exposed", SECONDS),
+    "host_exposed_s": ("host exposed", SECONDS),
     "other_s": ("other", SECONDS),
 }
 

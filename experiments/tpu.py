@@ -87,21 +87,37 @@ class Case:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-def small(name: str, target: str, policy: str, mesh: str | None = None, batches: tuple[int, ...] = (), **sizes: Any) -> Case:
-    """A step of the layers of `experiments.tpu_step`, which compiles in half a minute."""
-    arguments = [f"{size}={value}" for size, value in ({"width": 512} | sizes).items()]
-    options = {"model_arg": arguments, "optimizer": "sgd-momentum"}
-    return Case(name, target, "experiments.tpu_step:layers", policy, mesh, batches, options)
+def small(
+    name: str,
+    target: str,
+    policy: str,
+    mesh: str | None = None,
+    batches: tuple[int, ...] = (),
+    budget: str | None = None,
+    **sizes: Any,
+) -> Case:
+    """A step of the layers of `experiments.tpu_step`. The smaller their sizes are, the sooner they compile."""
+    arguments = [f"{size}={value}" for size, value in sizes.items()]
+    options: dict[str, Any] = {"model_arg": arguments, "optimizer": "sgd-momentum"} | ({"budget": budget} if budget else {})
+    return Case(
+        name, target, policy=policy, model="experiments.tpu_step:layers", mesh=mesh, batches=batches, options=options
+    )
 
 
-#: Six steps, three of them with offloading.
+#: Sizes whose programs compile in seconds, and a limit that is as low.
+_SIZES: dict[str, Any] = {"num_layers": 2, "length": 256, "width": 128}
+_LIMIT = "1GiB"
+#: Steps with and without offloading, in a scan and unrolled, with each attention. The first two are at the device's own limit.
 BOUNDARIES = (
-    small("offloading", "v5e", "offload:mlpwi", attention="none"),
-    small("unrolled, offloading", "v6e", "offload:mlpwi", attention="none", is_unrolled=True),
-    small("on a mesh, offloading", "v6e", "offload:mlpwi", "fsdp=4", attention="splash"),
-    small("unrolled", "v6e", "none", attention="none", is_unrolled=True),
-    small("XLA's attention", "v5e", "dots", attention="xla"),
-    small("splash attention", "v5p", "nothing+attention", attention="splash"),
+    small("offloading, all memory", "v5e", "offload:mlpwi", width=512, attention="none"),
+    small("a scan, all memory", "v5p", "none", width=512, attention="none"),
+    small("offloading", "v6e", "offload:mlpwi", budget=_LIMIT, attention="splash", **_SIZES),
+    small("unrolled", "v6e", "none", budget=_LIMIT, attention="xla", is_unrolled=True, **_SIZES),
+    small("on a mesh, offloading", "v6e", "offload:mlpwi", "fsdp=4", budget=_LIMIT, attention="splash", **_SIZES),
+    small("XLA's attention", "v5e", "dots", budget=_LIMIT, attention="xla", **_SIZES),
+    small("splash attention", "v5p", "nothing+attention", budget=_LIMIT, attention="splash", **_SIZES),
+    small("full remat", "v4", "nothing", budget=_LIMIT, attention="none", **_SIZES),
+    small("unrolled, offloading", "v5e", "offload:mlpwi", budget=_LIMIT, attention="none", is_unrolled=True, **_SIZES),
 )
 
 
@@ -118,8 +134,9 @@ def early_cases(seed: int, count: int) -> list[Case]:
             batches=(chance.choice((2, 8, 32)),),
             attention=chance.choice(("none", "splash", "xla")),
             is_unrolled=chance.choice((True, False)),
-            width=chance.choice((256, 512)),
-            length=chance.choice((512, 1024)),
+            num_layers=chance.choice((2, 4)),
+            width=chance.choice((128, 256)),
+            length=chance.choice((128, 256)),
         )
 
     return [drawn(str(number)) for number in range(count)]
@@ -170,49 +187,50 @@ POLICIES = tuple(
 # In the process of a case.
 
 
-def compiled(case: Case) -> Iterator[Row]:
-    """What the compiler says of a case: of each batch early, then at the device's limit, the largest batch first.
+def compiled(case: Case, say: Callable[[Row], None]) -> None:
+    """Says what the compiler says of a case: of each batch early, then at the device's limit, the largest batch first.
 
-    Where the largest batch is searched, it is that batch and the next one, and what is said under a limit below the total of
-    the former.
+    Where the largest batch is searched, each batch that is tried is said, and what the compiler says of the largest one under a
+    limit below its total.
     """
+    from jaxremat.answer.records import answer_largest
+    from jaxremat.planner.compiles import Compiles
     from jaxremat.policy.grammar import parse
     from jaxremat.session.session import Session
-    from jaxremat.trial.record import LargestBatchRecord
+    from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 
-    session = Session(case.model, target=case.target, mesh=case.mesh, **case.options)
-    trials, batches = session.trials, case.batches
+    trials = Session(case.model, target=case.target, mesh=case.mesh, **case.options).trials
     policy = trials.factory.checked(parse(case.policy), trials.train, trials.target.mesh)
-    yield {"record": "step", "num_params": trials.workload_at().num_params, "budget_bytes": trials.budget_bytes}
-    for batch in batches:
+    say({"record": "step", "num_params": trials.workload_at().num_params, "budget_bytes": trials.budget_bytes})
+    for batch in case.batches:
         started = time.perf_counter()
         early_bytes = trials.early_bytes(policy, batch)
-        yield {"record": "early", "batch": batch, "early_bytes": early_bytes, "early_s": time.perf_counter() - started}
-    if not batches:
-        found = session.largest_batch(policy).records[-1]
-        assert isinstance(found, LargestBatchRecord), found
-        batches = (found.largest_batch, found.largest_batch + 1)
-        yield {"record": "search", "num_compiles": found.num_compiles}
-    for batch in reversed(batches):
-        done = trials.compile(policy, batch)
-        memory, fits = done.memory, not done.is_too_large
-        whole: Row = {"record": "whole", "batch": batch, "fits": fits, "total_bytes": memory.total_bytes}
-        if fits:
-            whole |= {"peak_bytes": memory.peak_bytes, "host_bytes": memory.host_temp_bytes + memory.host_argument_bytes}
-        yield whole | {"compile_s": done.compile_s}
-        if fits and not case.batches:
-            limit_bytes = (memory.total_bytes - 1) // 2**20 * 2**20
-            below = trials.compile_anew(policy, batch, limit_bytes=limit_bytes)
+        say({"record": "early", "batch": batch, "early_bytes": early_bytes, "early_s": time.perf_counter() - started})
+
+    def emit(row: Record) -> None:
+        if isinstance(row, TrialRecord) and row.error:
+            raise RuntimeError(row.error)
+        if isinstance(row, TrialRecord) and row.record == "probe":
+            names = ("batch", "fits", "total_bytes", "peak_bytes", "compile_s")
+            say({"record": "whole", "host_bytes": row.host_temp_bytes} | {name: getattr(row, name) for name in names})
+        elif isinstance(row, LargestBatchRecord):
+            say({"record": "search", "batch": row.largest_batch, "num_compiles": row.num_compiles})
+            limit_bytes = ((row.largest_batch_total_bytes or 0) - 1) // 2**20 * 2**20
+            below = trials.compile_anew(policy, row.largest_batch, limit_bytes=limit_bytes)
             said = {"bytes": below.memory.total_bytes, "fits": not below.is_too_large}
-            yield {"record": "below", "limit_bytes": limit_bytes, **said}
+            say({"record": "below", "limit_bytes": limit_bytes, **said})
+
+    for batch in reversed(case.batches):
+        emit(trials.record(policy, batch, "probe"))
+    if not case.batches:
+        answer_largest(trials, policy, case.policy, None, emit, Compiles())
 
 
 def work(text: str) -> int:
     """Compiles a case, and prints a line for each answer."""
     set_up()
     case = json.loads(text)
-    for row in compiled(Case(**case | {"batches": tuple(case["batches"])})):
-        print(json.dumps(row), flush=True)
+    compiled(Case(**case | {"batches": tuple(case["batches"])}), lambda row: print(json.dumps(row), flush=True))
     return 0
 
 
@@ -238,7 +256,9 @@ def _processor_s() -> float:
 
 def of_boundary(child: Child) -> Row:
     """The largest batch with its total, the next one with what the compiler says of it, and what it says below that total."""
-    row = dict(child.find("search") or {})
+    row: Row = {}
+    if search := child.find("search"):
+        row["num_compiles"] = search["num_compiles"]
     if below := child.find("below"):
         row |= {"below_limit_bytes": below["limit_bytes"], "below_bytes": below["bytes"], "below_fits": below["fits"]}
     if fits := child.find("whole", fits=True):

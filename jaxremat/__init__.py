@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jaxremat.planner.steps import Cost as Cost
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
+    from jaxremat.policy.code import as_code as as_code
     from jaxremat.policy.found import FoundLayers as FoundLayers
     from jaxremat.policy.found import Kind as Kind
     from jaxremat.policy.grammar import parse as parse
@@ -105,6 +106,7 @@ _NAMES = {
     "planner.steps": "Cost",
     "policy.apply": "remat",
     "policy.autoname": "autoname",
+    "policy.code": "as_code",
     "policy.found": "FoundLayers Kind",
     "policy.grammar": "parse",
     "policy.layers": "Layers",

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from jaxremat.planner import candidates, hull
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point
 from jaxremat.planner.problem import Decision, Op, Problem, Value
-from jaxremat.planner.solve import Solution
+from jaxremat.planner.solve import Row, Solution
 
 
 def keep(*save: int, offload: tuple[int, ...] = ()) -> Decision:
@@ -52,11 +53,19 @@ def solve_by_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hull, "solve", by_trying_all)
 
 
-def by_trying_all(problem: Problem, budget_bytes: int, *, max_offload_bytes: int = 0, time_limit_s: float = 0.0) -> Solution:
+def by_trying_all(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    max_offload_bytes: int = 0,
+    rows: Sequence[Row] = (),
+    time_limit_s: float = 0.0,
+) -> Solution:
     """What `solve` finds."""
     points = _points(replace(problem, save_s_per_byte=0.0), max_offload_bytes)
     price = problem.save_s_per_byte
-    priced = [(p.cost_s + price * p.saved_bytes, p) for p in points if p.saved_bytes <= budget_bytes]
+    fits = [p for p in points if all(sum(row.num_bytes[v] for v in p.decision.save) <= row.budget_bytes for row in rows)]
+    priced = [(p.cost_s + price * p.saved_bytes, p) for p in fits if p.saved_bytes <= budget_bytes]
     least_s = min(cost_s for cost_s, _ in priced)
     found = min((p for cost_s, p in priced if cost_s <= least_s * (1 + 1e-12)), key=lambda p: p.saved_bytes)
     return Solution(found.decision, True, 0.0, 0.0)

@@ -206,7 +206,7 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
         self.of(policy).done[batch] = (policy, batch, is_unrolled)  # type: ignore[assignment]
         return self.of(policy).done[batch]
 
-    def cost_of(done: Any, speed: Any) -> Cost:
+    def cost_of(done: Any, speed: Any, kinds: Any) -> Cost:
         policy, batch, is_unrolled = done
         cost = Xla()(policy, "full", batch)
         return replace(cost, step_s=0.9 * cost.step_s) if is_unrolled else cost

@@ -44,9 +44,14 @@ def test_relative_links_lead_to_files_and_headings(page):
 
 
 def test_readme_is_short_and_leads_to_every_page():
-    assert len(README.read_text().splitlines()) < 250
+    assert len(README.read_text().splitlines()) <= 140
     found = {link.removeprefix("docs/") for link in links(README)}
     assert {page.name for page in PAGES} - {"README.md", "index.md"} <= found
+
+
+def test_readme_shows_the_first_example_as_it_is():
+    (block,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert (ROOT / "examples/first.py").read_text().endswith(block)
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -26,8 +26,8 @@ from tests.equality import relative_difference
 from tests.helpers import quick_jit
 
 FOLDER = Path(__file__).parent.parent / "examples"
-#: All but the one on a mesh of its own, which `tests/test_own_mesh.py` compiles.
-NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "own_mesh")
+#: All but README's, which `tests/test_docs.py` reads, and the one on a mesh of its own, which `tests/test_own_mesh.py` compiles.
+NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("first", "own_mesh"))
 #: The largest difference of the gradients of two programs, as a share of the largest gradient.
 TOLERANCE = 1e-6
 #: Where gradients go through the statistics of BatchNorm, whose sums are rounded otherwise when they run again.

@@ -162,7 +162,7 @@ def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
 
 
 def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
-    """The answer is the one without a refusal. What XLA refuses at each batch stays refused."""
+    """The answer is the one without a refusal. What XLA rejects at each batch stays rejected."""
 
     def bounds(largest: int) -> list[float]:
         formula = Xla()
@@ -212,7 +212,7 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
         cost = Xla()(policy, "full", batch)
         return SimpleNamespace(memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, step_s=cost.step_s)
 
-    def cost_of(done: Any, speed: Any) -> Cost:
+    def cost_of(done: Any, speed: Any, kinds: Any = ()) -> Cost:
         return Cost(done.memory.total_bytes, done.step_s)
 
     monkeypatch.setattr(

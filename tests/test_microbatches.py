@@ -54,6 +54,7 @@ def test_all_seconds_of_a_plan_are_those_of_whole_steps():
     assert isinstance(whole, Plan)
     assert found.recompute_s
     assert whole.recompute_s == 3 * found.recompute_s
+    assert found.bound_s is not None
     assert whole.bound_s == 3 * found.bound_s > 0
     assert whole.cost == replace(found.cost, step_s=3 * found.cost.step_s)
     assert len(found.prices) > 2

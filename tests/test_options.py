@@ -1,5 +1,6 @@
 """XLA's options for matmuls: every shape compiles, the user's flags win, and a rejection says what to do."""
 
+import functools
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from jaxremat.trial.trials import Trials
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import CompiledMemory
 from jaxremat.xla.options import compiler_options, matmuls_of, preset_options, remat_limit
-from jaxremat.xla.refusal import explained
+from jaxremat.xla.refusal import explained, of_while_loop
 from jaxremat.xla.results import SIZE
 from tests.helpers import TRAIN
 from tests.page_data import data_of
@@ -158,6 +159,21 @@ def test_options_that_xla_does_not_know_are_not_blamed_on_matmuls(h100, monkeypa
         lower_and_compile(lambda x: x @ x, (jnp.ones((8, 8)),), h100, options={"xla_gpu_nonsense": 1})
     assert "'xla_gpu_nonsense'" in caught.value.got
     assert caught.value.next_step == ""
+
+
+def test_a_while_loop_in_a_loss_is_rejected_in_words(h100):
+    """No other ValueError is."""
+
+    def loss(w, x, stop):
+        return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: jnp.tanh(x @ w), stop(x)).sum()
+
+    x = jnp.ones((8, 8))
+    with pytest.raises(UsageError) as caught:
+        lower_and_compile(jax.grad(functools.partial(loss, stop=lambda x: x)), (x, x), h100)
+    assert "while_loop" in caught.value.got
+    assert "lax.scan" in caught.value.allowed
+    assert caught.value.next_step
+    assert of_while_loop(ValueError("Reverse-mode differentiation")) is None
 
 
 def test_a_rejection_without_an_instruction_is_its_first_line(h100):

@@ -141,7 +141,7 @@ def test_a_stale_number_in_readme_is_caught():
     total = re.search(r"^ +\d+ +(\d+\.\d\d) ", text, re.MULTILINE)
     assert total, "a table of batches"
     other = total[1][:-1] + ("7" if total[1][-1] != "7" else "8")
-    for before, after in (("a short function", "a function of 5 lines"), ("(2026-11)", ""), (total[1], other)):
+    for before, after in (("A loss and shapes are", "A loss and 5 shapes are"), ("(2026-11)", ""), (total[1], other)):
         assert check(README, text.replace(before, after, 1), FILED), before
 
 

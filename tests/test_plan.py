@@ -43,7 +43,9 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
         assert found.cost.total_bytes <= budget, "an answer fits"
         at_its_batch = [t for t in found.tried if (t.loss, t.batch) == (found.loss, found.batch)]
         best = min(t.cost.step_s for t in at_its_batch if t.cost.total_bytes <= budget)
-        assert found.recompute_s is None or found.bound_s <= found.recompute_s * (1 + 1e-9)
+        assert found.bound_s is not None or xla.slip < 1, "only a step that takes less than expected contradicts a bound"
+        if found.bound_s is not None and found.recompute_s is not None:
+            assert found.bound_s <= found.recompute_s * (1 + 1e-9)
         if options.get("objective", "time") == "time":
             assert found.cost.step_s == best, "nothing that was compiled at its batch is faster"
     return found
@@ -143,6 +145,7 @@ def test_halfway_between_two_points_of_the_hull_is_their_mix():
         assert found.cost.total_bytes == half
         assert found.predicted_bytes in (half, half + inputs)
         assert found.recompute_s is not None
+        assert found.bound_s is not None
         assert found.bound_s <= found.recompute_s < LAYERS // 2 * (left.cost_s + right.cost_s) * 1.001
 
 
@@ -166,6 +169,31 @@ def test_a_named_policy_that_is_faster_is_the_answer():
     found = find_plan(Steps(layer_at, Magic(), LAYERS, 10**6), losses=("full",), batch=8)
     assert isinstance(found, Plan)
     assert (found.policy, found.predicted_bytes, found.recompute_s) == (Rule("dots"), None, None)
+
+
+def test_a_step_of_another_row_may_be_the_answer():
+    """It is compiled before, at the batch of the plan. One at another batch is no answer."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        return replace(Xla()(policy, loss, batch), step_s=1.0) if policy == Names(("a",)) else Xla()(policy, loss, batch)
+
+    for batch, is_answer in ((8, True), (4, False)):
+        steps = Steps(layer_at, compiled, LAYERS, 10**6, known=((Names(("a",)), "full", batch),))
+        found = find_plan(steps, losses=("full",), batch=8)
+        assert isinstance(found, Plan)
+        assert (found.policy == Names(("a",))) == is_answer
+
+
+@pytest.mark.parametrize(("budget", "policies"), [(10**6, [NOTHING, Rule("none")]), (9_000, None)])
+def test_unrolled_layers_with_room_for_all_values_take_two_compiles(budget, policies):
+    def unrolled_at(batch: int) -> LayerEstimate:
+        layer = layer_at(batch)
+        return replace(layer, problem=replace(layer.problem, save_s_per_byte=0.0), in_scan=False)
+
+    found = find_plan(Steps(unrolled_at, Xla(), LAYERS, budget), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    tried = [step.policy for step in found.tried]
+    assert tried == policies or (policies is None and len(tried) > 2)
 
 
 def test_of_equally_fast_steps_the_one_of_the_fewest_bytes_is_the_answer():
@@ -213,6 +241,7 @@ def test_the_bound_is_by_the_estimates_of_the_plan():
     for budget in range(5000, 12_000, 500):
         found = find_plan(Steps(lambda batch: block, Xla(), LAYERS, budget), losses=("full",), batch=8)
         assert isinstance(found, Plan)
+        assert found.bound_s is not None
         assert found.recompute_s is None or found.bound_s <= found.recompute_s * (1 + 1e-9)
 
 

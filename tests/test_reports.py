@@ -286,6 +286,12 @@ def planned(first: Any, second: Any, **changes: Any) -> Record:
     )
 
 
+def test_a_plan_of_many_kinds_of_layers_fits_on_a_screen():
+    few, many = (plan_sentences(plan(layers=tuple(f"kind{n}: dots" for n in range(count)))) for count in (8, 40))
+    assert len(few) == len(many) <= 20
+    assert [count for count in ("7 further", "33 further") if any(count in line for line in many)] == ["33 further"]
+
+
 def test_a_plan(snapshot):
     """With what tensors are worth and code to paste: in both layouts, as a named policy, and of a workload's own loss."""
     unrolled = planned(("unrolled", 0.1, 20.0), ("loop", 0.11, 5.0), max_batch=8)

@@ -348,6 +348,7 @@ def test_a_plan_of_two_kinds_fits_and_no_named_policy_that_fits_is_faster():
         assert isinstance(found, Plan)
         assert found.cost.total_bytes <= budget
         assert found.predicted_bytes in (None, found.cost.total_bytes)
+        assert found.bound_s is not None
         assert found.bound_s <= (found.recompute_s or np.inf) * (1 + EXACT)
         for policy in named_policies(layer_at(8)):
             cost = compiled(policy, "", 8)

@@ -1,5 +1,6 @@
 """What a step would take if less ran a second time: read from the map of a step under `nothing`, and used by the planner."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,15 +9,17 @@ import pytest
 
 import jaxremat
 from experiments.blocks import BLOCKS
+from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.problem import Decision, Op, Problem, Value
-from jaxremat.planner.steps import Cost, Steps
+from jaxremat.planner.shared_budget import EqualLayers, as_one
+from jaxremat.planner.steps import Cost, Moment, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.without import total_without
+from jaxremat.xla.without import moments_of
 
 ROWS, WIDTH, LAYERS = 8192, 1024, 6
 HIDDEN_BYTES = ROWS * 4 * WIDTH * 2
@@ -39,7 +42,12 @@ def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     done = lower_and_compile(jax.grad(loss), (params, shape((ROWS, WIDTH), jnp.bfloat16)), h100, keep_dump=True)
-    without, total_bytes = total_without(done), done.memory.total_bytes
+    moments, total_bytes = moments_of(done, [("", LAYERS)]), done.memory.total_bytes
+    assert any(moment.layers == {"": LAYERS} for moment in moments(frozenset()))
+
+    def without(gone: frozenset[str]) -> int:
+        return max(moment.total_bytes for moment in moments(gone))
+
     assert without(frozenset()) == without(frozenset({"no/such/operation"})) == total_bytes
     for gone in ({"tanh"}, {"dot_general"}, {"tanh", "dot_general"}):
         assert without(frozenset(gone)) == pytest.approx(total_bytes - len(gone) * HIDDEN_BYTES, abs=SMALL_BYTES)
@@ -75,38 +83,39 @@ def chain(is_copied: bool = False) -> LayerEstimate:
     return LayerEstimate(Problem(values, ops, (0,), 0.0, 1.0), {1: "up", 2: "act.1", 3: "act.2"}, in_scan=False)
 
 
-def test_names_of_what_does_not_run_again():
+def test_names_of_what_does_run_once():
     layer = chain()
-    assert layer.not_run_again(Decision()) == frozenset()
-    assert layer.not_run_again(Decision(save=frozenset({1}))) == {"up"}
-    assert layer.not_run_again(Decision(save=frozenset({3}))) == {"act.2"}  # another `act` runs again
-    assert layer.not_run_again(Decision(save=frozenset({1, 2, 3}))) == {"up", "act", "act.1", "act.2"}
-    assert chain(is_copied=True).not_run_again(Decision(save=frozenset({1, 2, 3}))) == {"act", "act.1", "act.2"}
+    assert layer.run_once(Decision()) == frozenset()
+    assert layer.run_once(Decision(save=frozenset({1}))) == {"up"}
+    assert layer.run_once(Decision(save=frozenset({3}))) == {"act.2"}  # another `act` is recomputed
+    assert layer.run_once(Decision(save=frozenset({1, 2, 3}))) == {"up", "act", "act.1", "act.2"}
+    assert chain(is_copied=True).run_once(Decision(save=frozenset({1, 2, 3}))) == {"act", "act.1", "act.2"}
 
 
 def test_a_smaller_working_set_is_expected_and_learned_from():
-    def without(gone: frozenset[str]) -> int:
-        return 1000 - 30 * ("up" in gone)
+    def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
+        return (Moment(1000 - 30 * ("up" in gone), {"": 2}),)
 
     layer, saves_up = chain(), Decision(save=frozenset({1}))
-    corrections = Corrections(1000, 1500, without)
-    assert corrections.freed_bytes(layer, saves_up) == 30
-    assert Corrections(1000, 1500).freed_bytes(layer, saves_up) == 0
+    corrections = Corrections(1000, 1500, moments)
+    assert corrections.at_peak(layer, saves_up, {1: 1.0}, 2) == 80 - 30
+    assert Corrections(1000, 1500).at_peak(layer, saves_up, {1: 1.0}, 2) == 80
     (family,) = layer.families
     candidate = Candidate(layer, Names(("up",)), 80, 1.0, saves_up, family, freed_bytes=30, expected_bytes=50)
     assert corrections.learn(candidate, 1057).expected_beyond(layer, family, 1) == 7
 
 
 def test_between_two_batches_the_working_set_grows_with_the_batch():
-    def without(gone: frozenset[str]) -> int:
-        return 1600 - 80 * len(gone)
+    def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
+        return (Moment(1600 - 80 * len(gone), {"": 2}),)
 
-    curve = Curve((CurvePoint(0, Cost(800, 0.0)), CurvePoint(8, Cost(1600, 4.0, without))))
-    assert curve.at(8).without is without
+    curve = Curve((CurvePoint(0, Cost(800, 0.0)), CurvePoint(8, Cost(1600, 4.0, moments))))
+    assert curve.at(8).moments is moments
     between = curve.at(4)
     assert between == Cost(1200, 2.0)
-    assert between.without
-    assert (between.without(frozenset()), between.without(frozenset({"up"}))) == (1200, 1160)
+    assert between.moments
+    assert between.moments(frozenset()) == (Moment(1200, {"": 2}),)
+    assert between.moments(frozenset({"up"})) == (Moment(1160, {"": 2}),)
 
 
 def test_the_room_of_a_smaller_working_set_is_used():
@@ -116,12 +125,41 @@ def test_the_room_of_a_smaller_working_set_is_used():
         saved = policy.save if isinstance(policy, Names) else ()
         made_again = {(): 8, ("up",): 4, ("act.2",): 5, ("act.1",): 3, ("up", "act.2"): 1, ("act.1", "act.2"): 4}
         total_bytes = 1000 + 2 * sum({"up": 40, "act.1": 40, "act.2": 20}[name] for name in saved) - 30 * ("up" in saved)
-        return Cost(total_bytes, 100.0 + 2 * made_again[saved], without if policy == NOTHING else None)
+        return Cost(total_bytes, 100.0 + 2 * made_again[saved], moments if policy == NOTHING else None)
 
-    def without(gone: frozenset[str]) -> int:
-        return 1000 - 30 * ("up" in gone)
+    def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
+        return (Moment(1000 - 30 * ("up" in gone), {"": 2}),)
 
     found = find_plan(Steps(lambda batch: chain(), cost, 2, 1090), losses=("",), batch=1, named=False)
     assert isinstance(found, Plan)
     assert (found.policy, found.predicted_bytes, found.cost.total_bytes) == (Names(("up", "act.2")), 1090, 1090)
     assert [step.policy for step in found.tried] == [NOTHING, Names(("up", "act.2"))]
+
+
+def test_what_stages_save_counts_where_it_is_live():
+    """Two stages. The first one's gradient needs the most memory, when nothing is left of what the second one saved.
+
+    In 1100 bytes both of the second stage's layers save all that fits at its own moment, as the first stage's save nothing.
+    """
+
+    def stage(prefix: str, num_bytes: int) -> EqualLayers:
+        values = (Value("x", 1, saveable=False), Value(f"{prefix}h", num_bytes, needed=True))
+        problem = Problem(values, (Op("h", (0,), (1,), num_bytes / 10, flops=1),), (0,), 0.0, 1.0)
+        return EqualLayers(LayerEstimate(problem, {1: f"{prefix}h"}, in_scan=False), 2, prefix)
+
+    one = as_one([stage("first/", 100), stage("second/", 50)])
+    moments = (Moment(1000, {"first/": 2, "second/": 0}), Moment(600, {"first/": 2, "second/": 2}))
+    for budget, policy in ((1050, "save:second/h"), (1199, "save:second/h"), (1200, "save:first/h,second/h")):
+        corrections = Corrections(1000, budget, lambda gone: moments)
+        best = best_candidate(one.layer, one.num_layers, corrections)
+        assert best
+        assert (str(best.policy), best.expected_bytes) == (policy, 200 if "first" in policy else 0)
+    assert best_candidate(one.layer, one.num_layers, Corrections(1000, 999, lambda gone: moments)) is None
+    assert Corrections(1000, 1050, lambda gone: moments).most_saved(one.layer) == 1050 - 600
+    values = tuple(dataclasses.replace(value, saveable=False) for value in one.layer.problem.values)
+    unsaveable = dataclasses.replace(one.layer, problem=dataclasses.replace(one.layer.problem, values=values))
+    assert Corrections(1000, 1050, lambda gone: moments).most_saved(unsaveable) == 1050 - 600
+    assert Corrections(1000, 1050).most_saved(one.layer) == 50
+    without = best_candidate(one.layer, one.num_layers, Corrections(1000, 1050))
+    assert without
+    assert str(without.policy) == "nothing"

@@ -22,6 +22,7 @@ from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import NOTHING, Policy, Rule
@@ -83,7 +84,7 @@ def plan(
 
     def compile_step(policy: Policy, loss: str, batch: int) -> Cost:
         done = lower_and_compile(stack.gradient(policy), stack.args, on, keep_dump=policy == NOTHING)
-        return cost_of(done, speed_of(on))
+        return cost_of(done, speed_of(on), [EqualLayers(stack.estimate, num_layers)])
 
     steps = Steps(lambda batch: stack.estimate, compile_step, num_layers, budget_bytes)
     found = find_plan(steps, losses=("",), batch=1)

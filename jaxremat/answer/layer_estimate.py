@@ -7,7 +7,7 @@ kernels, and that it doesn't. XLA does so in many layers and not in all. The sec
 and compiled steps choose between them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from jaxremat.chips.target import Target
 from jaxremat.errors import TargetError
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.problem import Problem
+from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import count_step_flops
-from jaxremat.xla.without import total_without
+from jaxremat.xla.without import moments_of
 
 #: Bytes below which a host transfer takes as long as an empty one would.
 _LEAST_OFFLOADED = 2**20
@@ -61,16 +62,18 @@ def estimate_function(
     return replace(estimate, alternatives=(other,))
 
 
-def cost_of(done: Compilation, speed: DeviceSpeed) -> Cost:
-    """What a compiled step takes. Its `without` is there if the dump was read.
+def cost_of(done: Compilation, speed: DeviceSpeed, kinds: Sequence[EqualLayers] = ()) -> Cost:
+    """What a compiled step takes.
+
+    Its `moments` are there if the dump was read, and `kinds` are its layers.
 
     A step that XLA rejected as too large has no kernels. Its seconds are those of the requested FLOPs in large matmuls.
     """
     if done.is_too_large:
         flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
         return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
-    without = total_without(done) if done.dump else None
-    return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, without)
+    moments = moments_of(done, [(kind.prefix, kind.num_layers) for kind in kinds]) if done.dump and kinds else None
+    return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, moments)
 
 
 def _without_small_transfers(problem: Problem) -> Problem:

@@ -227,7 +227,7 @@ class _Compiles:
         if policy == NOTHING and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
-        cost = cost_of(done, speed)
+        cost = cost_of(done, speed, self.layers_at(batch)[1])
         cost = replace(cost, step_s=cost.step_s / _num_microbatches(trials, batch))
         if cost.total_bytes <= self.budget_bytes:
             self.best.look_at(trials, policy, batch, cost, len(self.log))
@@ -310,7 +310,7 @@ def _of_whole_steps(found: Plan | NoPlan, trials: Trials) -> Plan | NoPlan:
         found,
         cost=replace(found.cost, step_s=found.cost.step_s * times),
         recompute_s=None if found.recompute_s is None else found.recompute_s * times,
-        bound_s=found.bound_s * times,
+        bound_s=None if found.bound_s is None else found.bound_s * times,
         prices=tuple(replace(price, saved_s=price.saved_s * times) for price in found.prices),
         more=tuple(replace(more, saved_s=more.saved_s * times) for more in found.more),
         tried=tried,

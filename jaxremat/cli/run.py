@@ -108,11 +108,12 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
                 listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
-                for requested in session.request.policies:
+                for n, requested in enumerate(session.request.policies):
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         first = first_batch(printer.answers, requested, session.seq_len)
                         answer_or_failure(answer_of, session, requested, listener, first)
-                    session.trials.forget()
+                    if not any(isinstance(later.policy, Auto) for later in session.request.policies[n + 1 :]):
+                        session.trials.forget()  # a plan may take up any compiled step
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()

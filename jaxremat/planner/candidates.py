@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.corrections import Corrections, Limits
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point
@@ -46,8 +46,8 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
     for family in corrections.families(layer):
         for group in _layer_groups(layer, family, num_layers, corrections):
             candidate = _candidate(layer, family, group, num_layers)
+            freed_bytes = candidate.saved_bytes - _at_peak(layer, family, group, num_layers, corrections)
             beyond = corrections.expected_beyond(layer, family, candidate.group_size)
-            freed_bytes = _freed_bytes(layer, family, group, corrections)
             expected_bytes = candidate.saved_bytes - freed_bytes + beyond
             if expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
                 yield replace(candidate, freed_bytes=freed_bytes, expected_bytes=expected_bytes)
@@ -67,12 +67,14 @@ def _layer_groups(
     """The groups of layers that are worth repeating over the stack."""
     for point in family.hull:
         yield (_Part(1, point),)
-    layer_bytes = (corrections.left_bytes - corrections.expected_beyond(layer, family, 1)) // num_layers - family.kept_bytes
-    if layer_bytes >= 0:
-        alone = (_Part(1, _solution(layer, family, layer_bytes)),)
-        yield alone
-        if freed_bytes := _freed_bytes(layer, family, alone, corrections):
-            yield (_Part(1, _solution(layer, family, layer_bytes + freed_bytes // num_layers)),)
+    gone = frozenset[str]()
+    while limits := corrections.limits(layer, family, num_layers, gone):
+        alone = _Part(1, _solution(layer, family, limits))
+        yield (alone,)
+        again = layer.run_once(union(alone.point.decision, family.always))
+        if corrections.moments is None or gone:
+            break
+        gone = again
     if not corrections.allows_mixes:
         return
     for size in range(2, MAX_GROUP + 1):
@@ -84,25 +86,32 @@ def _layer_groups(
                     yield (_Part(size - n, left), _Part(n, right))
 
 
-def _freed_bytes(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], corrections: Corrections) -> int:
-    """Bytes by which the peak is below full remat's, because the working set is smaller.
+def _at_peak(
+    layer: LayerEstimate, family: Family, group: tuple[_Part, ...], num_layers: int, corrections: Corrections
+) -> int:
+    """Bytes by which the peak is expected to be above full remat's.
 
-    What is saved isn't among them. The peak is that of the part of the group for which this is the least. The gradient runs
-    through the last part first. In unrolled layers, what the last part saved is freed before the gradient comes to the part
-    before it. A scan frees nothing.
+    What compiled steps took beyond that is left out.
+
+    The peak is that of the part of the group for which this is the most. The gradient runs through the last part first. In
+    unrolled layers, what the last part saved is freed before the gradient comes to the part before it. A scan frees nothing.
     """
-    freed_bytes, least = 0, []
-    for part in reversed(group):
-        least.append(freed_bytes + corrections.freed_bytes(layer, union(part.point.decision, family.kept)))
-        freed_bytes += 0 if layer.in_scan else part.num_layers * (family.kept_bytes + part.point.saved_bytes)
-    return min(least)
+    size, decisions = sum(part.num_layers for part in group), [union(part.point.decision, family.always) for part in group]
+    shares = dict[int, float]()
+    for part, decision in zip(group, decisions, strict=True):
+        shares |= {v: shares.get(v, 0.0) + part.num_layers / size for v in decision.save}
+    later_bytes, most = 0, []
+    for part, decision in reversed([*zip(group, decisions, strict=True)]):
+        most.append(corrections.at_peak(layer, decision, shares, num_layers) - later_bytes)
+        later_bytes += 0 if layer.in_scan else part.num_layers * (family.always_bytes + part.point.saved_bytes)
+    return max(most)
 
 
-def _solution(layer: LayerEstimate, family: Family, layer_bytes: int) -> Point:
-    """The best decision of the family for one layer that may save `layer_bytes`."""
-    offloaded_bytes = sum(layer.problem.values[v].num_bytes for v in family.kept.offload)
+def _solution(layer: LayerEstimate, family: Family, limits: Limits) -> Point:
+    """The best decision of the family for one layer within the limits."""
+    offloaded_bytes = sum(layer.problem.values[v].num_bytes for v in family.always.offload)
     left_bytes = max(0, layer.offload_bytes - offloaded_bytes)
-    decision = solve(family.problem, layer_bytes, max_offload_bytes=left_bytes).decision
+    decision = solve(family.problem, limits.layer_bytes, max_offload_bytes=left_bytes, rows=limits.rows).decision
     evaluation = evaluate(family.problem, decision)
     return Point(evaluation.saved_bytes, evaluation.cost_s, decision)
 
@@ -112,15 +121,15 @@ def _candidate(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], n
     group_size = sum(part.num_layers for part in group)
     times = num_layers // group_size
     counts = [part.num_layers for part in group]
-    decisions = [union(part.point.decision, family.kept) for part in group]
+    decisions = [union(part.point.decision, family.always) for part in group]
     policies = [policy_of(layer, decision, family.attention) for decision in decisions]
     group_bytes = sum(part.num_layers * part.point.saved_bytes for part in group)
     group_s = math.fsum(part.num_layers * part.point.cost_s for part in group)
     return Candidate(
         layer=layer,
         policy=policies[0] if len(group) == 1 else Mix(tuple(zip(counts, policies, strict=True))),
-        saved_bytes=num_layers * family.kept_bytes + times * group_bytes,
-        cost_s=num_layers * family.kept_s + times * group_s,
+        saved_bytes=num_layers * family.always_bytes + times * group_bytes,
+        cost_s=num_layers * family.always_s + times * group_s,
         decision=decisions[counts.index(max(counts))],
         family=family,
         group_size=group_size,

@@ -1,12 +1,13 @@
 """Corrections of the expected bytes of a step, fitted to compiled steps.
 
-A step is expected to take as many bytes as the full-remat step, plus the bytes that its policy saves, less those by which
-its working set is smaller, because fewer operations run a second time. XLA often takes somewhat more or less than that. The
-difference of a compiled candidate corrects what is expected of the next candidates.
+A step is expected to take as many bytes as the full-remat step, plus the bytes that its policy saves. Where it is known what
+is live moment by moment (`Cost.moments`), only what is saved at the peak counts, and what no longer runs a second time is
+left out. XLA often takes somewhat more or less than that. The difference of a compiled candidate corrects what is expected
+of the next candidates.
 
 Example: the full-remat step takes 1000 bytes, the budget is 1500, and the best candidate saves 450. It is expected to take
-1450, and compiled it takes 1520: 70 bytes beyond what it saves, which is over the budget. From then on, a candidate that saves
-n bytes is expected to take 1000 + n + 70, so that only candidates that save up to 430 bytes are proposed.
+1450, and compiled it takes 1520: 70 bytes beyond what it saves, which is over the budget. From then on, a candidate that
+saves n bytes is expected to take 1000 + n + 70, so that only candidates that save up to 430 bytes are proposed.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +15,18 @@ from dataclasses import dataclass, field, replace
 
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate
 from jaxremat.planner.problem import Decision
+from jaxremat.planner.solve import Row
+from jaxremat.planner.steps import Moment
 
 _MUCH_LESS = 0.01  # share of the full-remat step: a step that took so much less than expected has another working set
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bytes that a layer may save; with several kinds of layers, a row for each moment."""
+
+    layer_bytes: int
+    rows: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Corrections:
     Attributes:
         base_bytes: total bytes of the full-remat step.
         budget_bytes: total bytes that a step may take.
-        without: `Cost.without` of the full-remat step.
+        moments: `Cost.moments` of the full-remat step.
         beyond_bytes: by the number of layers in a group (1 where all layers have the same policy), the bytes that a compiled
             step took beyond those that were expected.
         learned_families: families of decisions with the working set of a compiled step that took much less than expected.
@@ -35,7 +46,7 @@ class Corrections:
 
     base_bytes: int
     budget_bytes: int
-    without: Callable[[frozenset[str]], int] | None = None
+    moments: Callable[[frozenset[str]], tuple[Moment, ...]] | None = None
     beyond_bytes: Mapping[int, int] = field(default_factory=dict)
     learned_families: tuple[Family, ...] = ()
     allows_mixes: bool = True
@@ -49,12 +60,55 @@ class Corrections:
         """The families among whose decisions to look for a candidate."""
         return (*layer.families, *self.learned_families)
 
-    def freed_bytes(self, layer: LayerEstimate, decision: Decision) -> int:
-        """Bytes by which the working set is expected to be smaller than under full remat.
+    def at_peak(self, layer: LayerEstimate, decision: Decision, shares: Mapping[int, float], num_layers: int) -> int:
+        """Bytes by which the peak of a step is expected to be above that of full remat.
 
-        Fewer operations are recomputed then.
+        Args:
+            layer: one layer.
+            decision: what the layer saves whose gradient has the peak.
+            shares: for each value that is saved, the share of the layers that save it.
+            num_layers: number of layers.
         """
-        return self.base_bytes - self.without(layer.not_run_again(decision)) if self.without else 0
+        values = layer.problem.values
+        if self.moments is None:
+            return round(num_layers * sum(share * values[v].num_bytes for v, share in shares.items()))
+        moments = self.moments(layer.run_once(decision))
+        peaks = (at.total_bytes + sum(n * at.saved_bytes(values[v]) for v, n in shares.items()) for at in moments)
+        return round(max(peaks)) - self.base_bytes
+
+    def limits(self, layer: LayerEstimate, family: Family, num_layers: int, gone: frozenset[str]) -> Limits | None:
+        """The bytes that a layer may save where the operations `gone` don't run a second time.
+
+        Returns:
+            None where nothing may be saved.
+        """
+        beyond, values = self.expected_beyond(layer, family, 1), family.problem.values
+        if self.moments is None:
+            layer_bytes = (self.left_bytes - beyond) // num_layers - family.always_bytes
+            return Limits(layer_bytes) if layer_bytes >= 0 else None
+        most, rows = sum(value.num_bytes for value in values), list[Row]()
+        for at in self.moments(gone):
+            saved = tuple(map(at.saved_bytes, values))
+            left_bytes = self.budget_bytes - at.total_bytes - beyond - sum(saved[v] for v in family.always.save)
+            if left_bytes < 0:
+                return None
+            if len(at.layers) > 1:
+                rows.append(Row(saved, left_bytes))
+            elif alive := sum(at.layers.values()):
+                most = min(most, left_bytes // alive)
+        return Limits(most, tuple(rows))
+
+    def most_saved(self, layer: LayerEstimate) -> int:
+        """The bytes that all layers together may save at most.
+
+        It is what is left where all of it is live, and nothing runs a second time.
+        """
+        if self.moments is None:
+            return self.left_bytes
+        everything = frozenset(v for op in layer.problem.ops for v in op.outputs if layer.problem.values[v].saveable)
+        moments = self.moments(layer.run_once(Decision(everything)))
+        most = max(sum(at.layers.values()) for at in moments)
+        return min(self.budget_bytes - at.total_bytes for at in moments if sum(at.layers.values()) == most)
 
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
         """Bytes expected beyond full remat, what is saved, and the change of the working set.

@@ -5,9 +5,9 @@ They are read off few compiled steps. Example: compiled at batch 8 it takes 10 G
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxremat.planner.steps import Cost
+from jaxremat.planner.steps import Cost, Moment
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,22 @@ class Curve:
         share = (batch - low.batch) / (high.batch - low.batch)
         total_bytes = round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes))
         step_s = low.cost.step_s + share * (high.cost.step_s - low.cost.step_s)
-        return Cost(total_bytes, step_s, self._without(batch, total_bytes))
+        return Cost(total_bytes, step_s, self._moments(batch, total_bytes))
 
-    def _without(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], int] | None:
-        """`Cost.without` at a batch that wasn't compiled.
+    def _moments(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], tuple[Moment, ...]] | None:
+        """`Cost.moments` at a batch that wasn't compiled.
 
-        It is that at the nearest compiled batch, in proportion to the batch.
+        They are those at the nearest compiled batch, in proportion to the batch.
         """
-        known = [(point.batch, point.cost.total_bytes, point.cost.without) for point in self.points if point.cost.without]
+        known = [(point.batch, point.cost.total_bytes, point.cost.moments) for point in self.points if point.cost.moments]
         if not known:
             return None
-        near, total_there, without = min(known, key=lambda point: abs(point[0] - batch))
-        return lambda gone: total_bytes - round((total_there - without(gone)) * batch / near)
+        near, total_there, moments = min(known, key=lambda point: abs(point[0] - batch))
+
+        def scaled(moment: Moment) -> Moment:
+            return replace(moment, total_bytes=total_bytes - round((total_there - moment.total_bytes) * batch / near))
+
+        return lambda gone: tuple(map(scaled, moments(gone)))
 
     def reach(self, budget_bytes: int) -> float:
         """The batch at which the line through the last two points meets the budget."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point, lower_hull
-from jaxremat.planner.problem import Decision, Problem
+from jaxremat.planner.problem import LEAST_S, Decision, Problem
 from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
 
 #: The number that makes a name unique: `mlp/mul.2` is the third of the values that a layer makes as `mlp/mul`.
@@ -62,21 +62,23 @@ class LayerEstimate:
         """Bytes of the layer's inputs, parameters included."""
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
 
-    def not_run_again(self, decision: Decision) -> frozenset[str]:
+    def run_once(self, decision: Decision) -> frozenset[str]:
         """The names of operations that run once under `decision`, and of the values that they make.
 
         An operation whose result is saved and then copied out of its stack is not among them: the copy takes the place of the
-        recomputed value. A name that another operation has too is left out if that one is recomputed.
+        recomputed value. A name that another operation has too is left out if that one is recomputed, and not only as a part
+        of the kernel that reads it.
         """
         ops, values = self.problem.ops, self.problem.values
         again = set(evaluate(self.problem, decision).recomputed)
         again |= {n for n, op in enumerate(ops) if any(values[v].is_copied for v in decision.save.intersection(op.outputs))}
+        written = {n for n in again if ops[n].recompute_s > 2 * LEAST_S * max(values[v].num_layers for v in ops[n].outputs)}
 
         def names(numbers: Iterable[int]) -> set[str]:
             made = {values[v].name for n in numbers for v in ops[n].outputs}
             return made | {_NUMBER.sub("", name) for name in made} | {ops[n].name for n in numbers}
 
-        return frozenset(names(set(range(len(ops))) - again) - names(again))
+        return frozenset(names(set(range(len(ops))) - again) - names(written))
 
     @property
     def copied_bytes(self) -> int:
@@ -101,9 +103,9 @@ class Family:
             primitive, which is the same in all layers.
         problem: what is left to decide: the layer's problem, with the values that are saved in any case among its inputs.
         hull: the hull of that problem. Empty where all layers must save the same.
-        kept: the values that all decisions of the family save.
-        kept_bytes: bytes on the device that these take in a layer.
-        kept_s: seconds that saving these costs in a layer.
+        always: the values that all decisions of the family save.
+        always_bytes: bytes on the device that these take in a layer.
+        always_s: seconds that saving these costs in a layer.
         beyond_bytes: for a family learned from a compiled step, the bytes that this step took in addition to what it saves.
             Negative where it took less. None for the families that a layer starts with.
     """
@@ -111,14 +113,14 @@ class Family:
     attention: bool
     problem: Problem
     hull: tuple[Point, ...] = ()
-    kept: Decision = Decision()
-    kept_bytes: int = 0
-    kept_s: float = 0.0
+    always: Decision = Decision()
+    always_bytes: int = 0
+    always_s: float = 0.0
     beyond_bytes: int | None = None
 
     def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
         """The decisions of this family that save all that `decision` saves, and no value of `never`."""
-        save, offload = decision.save - self.kept.save, decision.offload - self.kept.offload
+        save, offload = decision.save - self.always.save, decision.offload - self.always.offload
         values, problem = self.problem.values, self.problem
         free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
         saved_bytes, offloaded_bytes = (sum(values[v].num_bytes for v in kept) for kept in (save, offload))
@@ -128,9 +130,9 @@ class Family:
             self,
             problem=replace(problem, values=free, ops=ops, inputs=inputs),
             hull=(),
-            kept=Decision(self.kept.save | save, self.kept.offload | offload),
-            kept_bytes=self.kept_bytes + saved_bytes,
-            kept_s=self.kept_s + problem.save_seconds(save) + offloaded_bytes * problem.offload_s_per_byte,
+            always=Decision(self.always.save | save, self.always.offload | offload),
+            always_bytes=self.always_bytes + saved_bytes,
+            always_s=self.always_s + problem.save_seconds(save) + offloaded_bytes * problem.offload_s_per_byte,
         )
 
     def with_working_set_of(self, decision: Decision, beyond_bytes: int) -> "Family":

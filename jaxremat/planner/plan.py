@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from jaxremat.config import Objective
 from jaxremat.planner.batch import MAX_BATCH, largest_batch, most_tried
 from jaxremat.planner.candidates import named_policies
+from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.prices import FurtherBudget, Price, prices
@@ -50,10 +51,11 @@ class Plan:
         predicted_bytes: the total bytes that were expected before the step was compiled. None for a named policy.
         recompute_s: seconds of a step for recomputing, writing and reading residuals, by the model. None for a named policy.
         bound_s: the least such seconds within the budget. No choice of values to save, in whichever layers, takes fewer by
-            the model, in which saving a value takes its bytes and no more.
+            the model, in which saving a value takes its bytes and no more. None where a compiled step fits that saves more bytes
+            than the model has room for.
         prices: what saving each value is worth beside the rest of the plan, from the most saved seconds per byte.
         assumption: what the estimate of a layer assumes by which the plan was made (`LayerEstimate.assumption`).
-        more: what more budget could bring.
+        more: what more budget could bring. Empty where `bound_s` is None.
         tried: every compiled step, in order.
     """
 
@@ -63,7 +65,7 @@ class Plan:
     cost: Cost
     predicted_bytes: int | None
     recompute_s: float | None
-    bound_s: float
+    bound_s: float | None
     prices: tuple[Price, ...]
     assumption: str
     more: tuple[FurtherBudget, ...]
@@ -158,7 +160,7 @@ def find_plans(
 def _largest(search: Search, batches: Sequence[int], *, named: bool) -> None:
     """Compiles the steps that prove the largest batch.
 
-    The search goes on at that batch, with the losses that reach it.
+    The search continues at that batch, with the losses that reach it.
     """
     steps, after = search.steps, len(search.losses) - 1 + search.most_left(named)
     pairs = [*itertools.product(search.losses, steps.least)]
@@ -214,11 +216,11 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
     steps, place = search.steps, Place(answer.loss, answer.batch)
     base, layer = search.base(place), search.layer_at(answer.batch)
     candidate, disputed = search.candidates.get((answer.policy, place)), search.disputed.get(answer.policy)
-    left_bytes = steps.budget_bytes - base.total_bytes  # negative where `nothing` doesn't fit
+    corrections = Corrections(base.total_bytes, steps.budget_bytes, base.moments)
+    left_bytes = max(0, corrections.most_saved(layer))
     expected_bytes = recompute_s = None
     if candidate:
         decision, recompute_s, expected_bytes = candidate.decision, candidate.cost_s, candidate.expected_bytes
-        left_bytes = max(left_bytes, candidate.saved_bytes)
     elif disputed:
         decision, evaluation = disputed, evaluate(layer.problem, disputed)
         recompute_s, expected_bytes = (steps.num_layers * n for n in (evaluation.cost_s, evaluation.saved_bytes))
@@ -227,8 +229,9 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
         decision = Decision(frozenset(v for v in saved if layer.problem.values[v].saveable))
 
     def bound_s(further_bytes: int) -> float:
-        return lower_bound(layer.hull, steps.num_layers, max(0, left_bytes + further_bytes))
+        return lower_bound(layer.hull, steps.num_layers, left_bytes + further_bytes)
 
+    is_right = all(one.saved_bytes <= left_bytes for one in search.fitting_candidates(place))
     return Plan(
         policy=answer.policy,
         loss=answer.loss,
@@ -236,9 +239,9 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
         cost=answer.cost,
         predicted_bytes=None if expected_bytes is None else base.total_bytes + int(expected_bytes),
         recompute_s=recompute_s,
-        bound_s=bound_s(0),
+        bound_s=bound_s(0) if is_right else None,
         prices=prices(layer, decision, steps.num_layers),
         assumption=layer.assumption,
-        more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES),
+        more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES) if is_right else (),
         tried=tuple(search.tried.values()),
     )

@@ -51,7 +51,7 @@ from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.problem import Decision, union
 from jaxremat.planner.steps import Cost, Steps
-from jaxremat.policy.spec import NOTHING, Policy, Rule
+from jaxremat.policy.spec import NONE, NOTHING, Policy
 
 REFERENCE_BATCH = 8  # at which a layer's problem is made where the batch is free; other batches scale it
 _MAX_BASES = 8  # full-remat steps compiled for each loss where the batch is free
@@ -62,7 +62,8 @@ _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searche
 SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
 _SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
 _WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
-_SURELY_TOO_BIG = 1.1  # a named policy isn't compiled where it is expected to exceed the budget by this factor
+_ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
+_SURELY_FITS = 0.97  # share of the budget that `none` is expected to take where it is compiled before any candidate
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Search:
         losses: the losses to choose among.
         batches: the batches to choose among, in rising order. One that is given, or those at which a step could fit.
         fixed_bytes: bytes of the parameters and the optimizer state.
-        named: whether the named policies that could fit are compiled too.
+        named: whether named policies may be compiled.
         scanned: of unrolled layers, the search with the same layers in a scan.
         tried: every compiled step, in order.
         curves: the full-remat step by batch, for each loss that has one.
@@ -166,12 +167,19 @@ class Search:
 
     def layer_at(self, batch: int) -> LayerEstimate:
         """The layer at a batch, by the estimate that compiled steps agree with."""
-        first = self.steps.layer_at(batch)
-        estimates = (first, *first.alternatives)
+        estimates = self._estimates_at(batch)
         if self.scanned:
             right = self.scanned.layer_at(batch).assumption
-            return next((one for one in estimates if one.assumption == right), first)
+            return next((one for one in estimates if one.assumption == right), estimates[0])
         return estimates[self.estimate]
+
+    def _estimates_at(self, batch: int) -> tuple[LayerEstimate, ...]:
+        """All estimates of the layer. They may be other ones after a full-remat step."""
+        key = (batch, self.num_bases)
+        if key not in self.memo:
+            first = self.steps.layer_at(batch)
+            self.memo[key] = (first, *first.alternatives)
+        return self.memo[key]
 
     @property
     def first_batch(self) -> int:
@@ -183,13 +191,18 @@ class Search:
         key = (NOTHING, place.loss, place.batch)
         if own := self.tried.get(key):
             # What is known of single values is that they lie in memory at the peak of a scan.
-            return replace(own.cost, without=None) if self.scanned else own.cost
+            return replace(own.cost, moments=None) if self.scanned else own.cost
         scanned = self.scanned and self.scanned.tried.get(key)
         return scanned.cost if scanned else self.curves[place.loss].at(place.batch)
 
     def fitting(self) -> Iterator[Tried]:
         """The compiled steps that fit, at the batches to choose among."""
         return (step for step in self.tried.values() if self.steps.fits(step.cost) and step.batch in self.batches)
+
+    def fitting_candidates(self, place: Place) -> list[Candidate]:
+        """The planner's own choices at a place whose compiled steps fit."""
+        here = [(self.tried[policy, at.loss, at.batch], one) for (policy, at), one in self.candidates.items() if at == place]
+        return [one for step, one in here if self.steps.fits(step.cost)]
 
     def best(self) -> Tried | None:
         """The fastest compiled step that fits; of equally fast ones, that of the fewest bytes."""
@@ -210,7 +223,7 @@ class Search:
             return None
         if without := [loss for loss in self.losses if loss not in self.curves]:
             return None if self.scanned else Proposal(NOTHING, Place(without[0], self.first_batch))
-        if dispute := self._dispute():
+        if len(self.batches) > 1 and (dispute := self._dispute()):
             return dispute
         while len(self.finished) < self._max_places:
             place, best = self.current or self.best_place(), self.best()
@@ -223,45 +236,58 @@ class Search:
             self.finished.append(place)
             self.current = None
         best = self.best()
-        place = Place(best.loss, best.batch) if best else self.finished[0]
-        return self._named(place) if named or self.scanned else None
+        return self._named(Place(best.loss, best.batch) if best else self.finished[0], _ROOMY) if named else None
 
     def _at(self, place: Place) -> Proposal | None:
-        """The next step at a place: full remat, and then the best candidates."""
-        base, budget_bytes = self.base(place), self.steps.budget_bytes
+        """The next step at a place: full remat, and then the best candidates.
+
+        Where unrolled layers have room for all values, `none` comes before the candidates.
+        """
+        base, layer = self.base(place), self.layer_at(place.batch)
         needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
         if needs_own or not self._is_compiled(place):
             return Proposal(NOTHING, place)
-        here = {policy: one for (policy, at), one in self.candidates.items() if at == place}
-        corrections = self.corrections.get(place) or Corrections(base.total_bytes, budget_bytes, base.without)
-        candidate = best_candidate(self.layer_at(place.batch), self.steps.num_layers, corrections)
+        fits = [one.cost_s for one in self.fitting_candidates(place)]
+        if not layer.in_scan and self.named:
+            if none := self._named(place, _SURELY_FITS):
+                return none
+            done = self.tried.get((NONE, place.loss, place.batch))
+            fits += [self.steps.num_layers * self._named_cost(place, NONE)[1]] if done and self.steps.fits(done.cost) else []
+        if not fits and (dispute := self._dispute()):
+            return dispute
+        here = [policy for policy, at in self.candidates if at == place]
+        candidate = best_candidate(self.layer_at(place.batch), self.steps.num_layers, self._corrections(place))
         if candidate is None or candidate.policy in here or len(here) == _MAX_CANDIDATES:
             return None
-        tried = {policy: self.tried[policy, place.loss, place.batch] for policy in here}
-        fits = [one.cost_s for policy, one in here.items() if self.steps.fits(tried[policy].cost)]
         if fits and min(fits) - candidate.cost_s < _WORTH * base.step_s:
             return None
         return Proposal(candidate.policy, place, candidate)
 
-    def _named(self, place: Place) -> Proposal | None:
-        """The next named policy that could fit at a place.
+    def _corrections(self, place: Place) -> Corrections:
+        base = self.base(place)
+        return self.corrections.get(place) or Corrections(base.total_bytes, self.steps.budget_bytes, base.moments)
 
-        Of unrolled layers it is `none`: no candidate takes fewer operations.
+    def _named(self, place: Place, share: float) -> Proposal | None:
+        """The next named policy that is expected to take at most this share of the budget.
+
+        Of unrolled layers it is `none`, and if that fits, no other one: none takes fewer operations.
         """
-        limit_bytes = (1.0 if self.scanned else _SURELY_TOO_BIG) * self.steps.budget_bytes - self.base(place).total_bytes
-        for policy, saved_bytes in self._named_bytes(place.batch).items():
-            if (policy, place.loss, place.batch) not in self.tried and saved_bytes <= limit_bytes:
-                return Proposal(policy, place)
-        return None
+        layer, policies = self.layer_at(place.batch), [*named_policies(self.layer_at(place.batch))]
+        none = self.tried.get((NONE, place.loss, place.batch))
+        if self.scanned or share < 1 or (not layer.in_scan and none and self.steps.fits(none.cost)):
+            policies = [policy for policy in policies if policy == NONE]
+        limit_bytes = share * self.steps.budget_bytes - self.base(place).total_bytes
+        new = (policy for policy in policies if (policy, place.loss, place.batch) not in self.tried)
+        found = next((policy for policy in new if self._named_cost(place, policy)[0] <= limit_bytes), None)
+        return found and Proposal(found, place)
 
-    def _named_bytes(self, batch: int) -> dict[Policy, int]:
-        layer = self.layer_at(batch)
-        values = layer.problem.values
-        return {
-            policy: self.steps.num_layers * sum(values[v].num_bytes for v in saved)
-            for policy, saved in named_policies(layer).items()
-            if policy == Rule("none") or not self.scanned
-        }
+    def _named_cost(self, place: Place, policy: Policy) -> tuple[int, float]:
+        """Bytes of a named policy beyond full remat's, and the seconds that it costs in a layer."""
+        layer, num_layers = self.layer_at(place.batch), self.steps.num_layers
+        saved = named_policies(layer).get(policy, frozenset())
+        decision = Decision(frozenset(v for v in saved if layer.problem.values[v].saveable))
+        saved_bytes = self._corrections(place).at_peak(layer, decision, dict.fromkeys(saved, 1.0), num_layers)
+        return saved_bytes, evaluate(layer.problem, decision).cost_s
 
     def _of_least_bytes(self) -> Proposal | None:
         """Where no batch is expected to fit: the policies of the least bytes, at the smallest one."""
@@ -298,8 +324,7 @@ class Search:
         if policy == NOTHING and not self.scanned:
             self._extend(place, cost)
         if candidate := proposal.candidate:
-            base = self.base(place)
-            before = self.corrections.get(place) or Corrections(base.total_bytes, self.steps.budget_bytes, base.without)
+            before = self._corrections(place)
             self.current = place
             self.candidates[policy, place] = candidate
             self.corrections[place] = before.learn(candidate, cost.total_bytes)
@@ -345,10 +370,11 @@ class Search:
 
         Of two estimates, that is right whose saved seconds are nearer to those of the compiled step.
         """
-        others = () if self.scanned else self.steps.layer_at(self.reference).alternatives
-        while self.num_judged < len(others):
-            first, other = self.layer_at(self.reference), others[self.num_judged]
-            place = Place(self.losses[0], next(point.batch for point in self.curves[self.losses[0]].points if point.batch))
+        others = () if self.scanned else self._estimates_at(self.reference)[1:]
+        points = self.curves[self.losses[0]].points
+        at = next((point.batch for point in points if point.batch and self.steps.fits(point.cost)), None)
+        while at and self.num_judged < len(others):
+            first, other, place = self.layer_at(self.reference), others[self.num_judged], Place(self.losses[0], at)
             base, scale = self.base(place), self.steps.num_layers * place.batch / self.reference
             decision, policy = _largest_dispute(first, other)
             self.disputed[policy] = decision
@@ -409,8 +435,7 @@ class Search:
         """
         least = math.inf
         for _ in find([self], named=False):
-            layer = self.steps.layer_at(self.reference)
-            found = [place.speed for one in (layer, *layer.alternatives) for place in self._bounds(one)]
+            found = [place.speed for one in self._estimates_at(self.reference) for place in self._bounds(one)]
             least = min(least, max(found, default=0.0)) if self.curves else least
             yield least
 
@@ -458,8 +483,7 @@ class Search:
 
     def most_left(self, named: bool) -> int:
         """How many compiles are to come at most, with those of the named policies or without."""
-        first = self.steps.layer_at(self.reference)
-        least = 1 + len(named_policies(first)) if named and not self.scanned else 1
+        least = 1 + len(named_policies(self.layer_at(self.reference))) if named and not self.scanned else 1
         if self.scanned:
             return max(0, self._bases_left) + self.steps.has_own_base + _MAX_CANDIDATES - len(self.candidates) + least
         smaller, start = 0, self.first_batch
@@ -468,7 +492,8 @@ class Search:
         unknown = len([loss for loss in self.losses if loss not in self.curves])
         bases = unknown + smaller + max(0, self._bases_left)
         candidates = self._max_places * _MAX_CANDIDATES - len(self.candidates)
-        return bases + len(first.alternatives) - self.num_judged + max(0, candidates) + least
+        disputes = len(self._estimates_at(self.reference)) - 1 - self.num_judged
+        return bases + disputes + max(0, candidates) + least
 
 
 def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
@@ -478,12 +503,13 @@ def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
     What was compiled before is known from the start.
     """
     for search in searches:
+        search.named = named or search.scanned is not None
         for policy, loss, batch in search.steps.known:
             if batch in search.batches:
                 search.add(policy, Place(loss, batch))
     while True:
         ahead = max(searches, key=lambda search: best.speed if (best := search.best()) else 0.0)
-        steps = [*((search, False) for search in searches), *([(ahead, True)] if named else [])]
+        steps = [*((one, one.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
         search, step = next(((one, step) for one, has_named in steps if (step := one.next(has_named))), (ahead, None))
         if step is None:
             return
@@ -520,7 +546,7 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> tuple[Decisi
             - (other.nothing_s - evaluate(other.problem, decision).cost_s)
         )
 
-    found = [(union(point.decision, one.kept), one.attention) for one in other.families for point in one.hull]
+    found = [(union(point.decision, one.always), one.attention) for one in other.families for point in one.hull]
     decision, attention = max(found, key=lambda one: difference_s(one[0]))
     return decision, policy_of(layer, decision, attention)
 

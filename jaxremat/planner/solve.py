@@ -21,6 +21,7 @@ Management Science 22). With them it is a knapsack problem over cuts, and HiGHS 
 import graphlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +55,20 @@ class Solution:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Row:
+    """A budget at a moment of the step, and how many bytes of each saved value are live there."""
+
+    num_bytes: tuple[int, ...]
+    budget_bytes: int
+
+
 def solve(
     problem: Problem,
     budget_bytes: int,
     *,
     max_offload_bytes: int = 0,
+    rows: Sequence[Row] = (),
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
 ) -> Solution:
     """The decision of the lowest cost (`Evaluation.cost_s`) within the budgets.
@@ -69,6 +79,7 @@ def solve(
         problem: one layer.
         budget_bytes: bytes for the saved values of this layer. At 0 everything that is needed is recomputed.
         max_offload_bytes: bytes of host memory for its offloaded values.
+        rows: further budgets of the device's memory.
         time_limit_s: seconds for solving. When they are over, the best decision so far is returned, with the gap that remains.
             If there is none so far, it is the greedy decision.
 
@@ -78,9 +89,13 @@ def solve(
     if budget_bytes < 0 or max_offload_bytes < 0:
         raise ValueError(f"budgets count bytes from 0 up, got {budget_bytes} and {max_offload_bytes}")
     start = time.perf_counter()
-    program = _make_program(problem, budget_bytes, max_offload_bytes)
+    budgets = [Row(tuple(value.num_bytes for value in problem.values), budget_bytes), *rows]
+    program = _make_program(problem, budgets, max_offload_bytes)
     found = _run(program, time_limit_s)
-    decision = solve_greedy(problem, budget_bytes) if found.decision is None else _without_unread(problem, found.decision)
+    if found.decision is None:
+        decision = solve_greedy(problem, min(row.budget_bytes for row in budgets))
+    else:
+        decision = _without_unread(problem, found.decision)
     cost_s = evaluate(problem, decision).cost_s
     excess_s = cost_s - found.bound_s
     optimal = excess_s <= _PROVED * program.everything_s
@@ -126,8 +141,8 @@ class _Milp:
         allowed: whether an entry of x may be 1.
         rows: one row for each reason why a value must exist: the backward pass needs it, or an operation that reads it runs.
         needs: the right-hand sides of `rows`.
-        sizes: two rows, of the device's bytes and the host's, in whole numbers of the largest unit that divides all of them.
-        limits: the two budgets in that unit.
+        sizes: rows of the device's bytes, and one of the host's, in whole numbers of the largest unit that divides all of them.
+        limits: their budgets in that unit.
         bytes_of: bytes of each entry of x, on the device or in host memory.
         everything_s: seconds of recomputing everything.
     """
@@ -151,7 +166,7 @@ def _value_groups(problem: Problem) -> list[tuple[int, ...]]:
     return [g for op in problem.ops for g in ([op.outputs] if op.together else [(v,) for v in op.outputs]) if g]
 
 
-def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -> _Milp:
+def _make_program(problem: Problem, budgets: Sequence[Row], max_offload_bytes: int) -> _Milp:
     """The layer's 0/1 program.
 
     Three kinds of things are left out because they can't matter: operations that nothing needs, rows that other rows imply,
@@ -189,12 +204,16 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
     offload_s = num_bytes * problem.offload_s_per_byte
     can_save = np.array([all(problem.values[v].saveable for v in g) for g in groups], bool)
     can_offload = np.array([all(problem.values[v].offloadable for v in g) for g in groups], bool)
-    can_save &= (num_bytes <= budget_bytes) & (save_s < scratch_s)
+    live = np.array([[sum(row.num_bytes[v] for v in g) for g in groups] for row in budgets], np.int64).reshape(
+        len(budgets), count
+    )
+    limits = [row.budget_bytes for row in budgets]
+    can_save &= (live <= np.array(limits)[:, None]).all(axis=0) & (save_s < scratch_s)
     can_offload &= (max_offload_bytes > 0) & (num_bytes <= max_offload_bytes) & (offload_s < scratch_s)
 
     none = np.zeros(len(ops), np.int64)
-    unit = max(1, int(np.gcd.reduce(num_bytes[can_save | can_offload])))
-    saved = np.concatenate([num_bytes // unit * can_save, 0 * num_bytes, none])
+    unit = max(1, int(np.gcd.reduce(np.vstack([live, num_bytes])[:, can_save | can_offload], axis=None)))
+    saved = [np.concatenate([of_row // unit * can_save, 0 * num_bytes, none]) for of_row in live]
     offloaded = np.concatenate([0 * num_bytes, num_bytes // unit * can_offload, none])
     return _Milp(
         groups=tuple(groups),
@@ -202,8 +221,8 @@ def _make_program(problem: Problem, budget_bytes: int, max_offload_bytes: int) -
         allowed=np.concatenate([can_save, can_offload, np.ones(len(ops), bool)]),
         rows=_sparse(entries, (len(needs), 2 * count + len(ops))),
         needs=np.array(needs),
-        sizes=np.stack([saved, offloaded]),
-        limits=np.array([budget_bytes // unit, max_offload_bytes // unit]),
+        sizes=np.stack([*saved, offloaded]),
+        limits=np.array([limit // unit for limit in (*limits, max_offload_bytes)]),
         bytes_of=np.concatenate([num_bytes, num_bytes, none]),
         everything_s=math.fsum(run_s),
     )

@@ -4,14 +4,34 @@ The planner knows XLA only as a function: `steps.compile(policy, loss, batch)` r
 predicted seconds. The tests put a formula in its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.problem import Value
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 
 #: The policy for where the inputs of all layers don't fit, or where the least bytes are requested.
 SPARSE = Every("sqrt", NOTHING)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a full-remat step at which it may take the most bytes.
+
+    Attributes:
+        total_bytes: the total bytes of the step if this moment were its peak.
+        layers: by the prefix of the kind, how many layers would have what they save in memory.
+    """
+
+    total_bytes: int
+    layers: Mapping[str, int]
+
+    def saved_bytes(self, value: Value) -> int:
+        """Bytes that the value takes in all layers that are live."""
+        prefix = max((prefix for prefix in self.layers if value.name.startswith(prefix)), key=len, default=None)
+        times = max(self.layers.values(), default=0) if prefix is None else self.layers[prefix]
+        return times * value.num_bytes // value.num_layers
 
 
 @dataclass(frozen=True)
@@ -21,13 +41,13 @@ class Cost:
     Attributes:
         total_bytes: its total bytes.
         step_s: its seconds, as predicted from its kernels.
-        without: for a full-remat step, a function from the names of operations to the total bytes that the step would
-            take if those didn't run a second time. None where nothing is known of that.
+        moments: for a full-remat step, a function from the names of operations to its moments if those didn't run a second time.
+            None where nothing is known of them.
     """
 
     total_bytes: int
     step_s: float
-    without: Callable[[frozenset[str]], int] | None = field(default=None, compare=False, repr=False)
+    moments: Callable[[frozenset[str]], tuple[Moment, ...]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,17 @@ class LayerPolicy(Policy):
     def jax_callable(self) -> Callable[..., Any]:
         """The policy of `jax.checkpoint_policies`, without `attention`."""
 
+    def expression(self) -> str:
+        """The callable as Python, such as `jax.checkpoint_policies.dots_saveable`.
+
+        JAX has no rule for fused attention's outputs.
+        """
+        return f'jaxremat.parse("{self}").to_jax()' if self.attention else f"jax.checkpoint_policies.{self.jax_text()}"
+
+    @abstractmethod
+    def jax_text(self) -> str:
+        """What `jax_callable` is called in `jax.checkpoint_policies`, with its arguments."""
+
 
 RuleKind = Literal["none", "everything", "nothing", "dots", "dots-no-batch"]
 RULES: tuple[str, ...] = get_args(RuleKind)
@@ -245,7 +256,11 @@ class Rule(LayerPolicy):
         """JAX's own rule."""
         from jax import checkpoint_policies
 
-        return getattr(checkpoint_policies, JAX_RULES[self.kind])
+        return getattr(checkpoint_policies, self.jax_text())
+
+    def jax_text(self) -> str:
+        """JAX's own rule."""
+        return JAX_RULES[self.kind]
 
 
 @dataclass(frozen=True)
@@ -299,6 +314,16 @@ class Names(LayerPolicy):
             names_which_can_be_offloaded=self.offload,
             offload_src="device",
             offload_dst="pinned_host",
+        )
+
+    def jax_text(self) -> str:
+        """JAX's own policy by names, the shortest that says the same."""
+        saved, offloaded = (", ".join(f'"{name}"' for name in names) for names in (self.save, self.offload))
+        if not offloaded:
+            return f"save_only_these_names({saved})" if saved else JAX_RULES["nothing"]
+        return (
+            f"save_and_offload_only_these_names(names_which_can_be_saved=[{saved}], "
+            f'names_which_can_be_offloaded=[{offloaded}], offload_src="device", offload_dst="pinned_host")'
         )
 
 

@@ -23,6 +23,10 @@ from jaxremat.workload.given import OWN_LOSS
 _LEAST = "the least of any choice of residuals within the budget is"
 
 
+#: So many lines are printed of what the kinds of layers save.
+_SHOWN_LAYERS = 8
+
+
 def plan_sentences(plan: PlanRecord) -> list[str]:
     """The plan in sentences.
 
@@ -34,7 +38,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = f", layers {LAYOUT_WORDS[plan.layout]}" if plan.layouts and plan.layout else ""
     planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {counted(plan.num_compiles, 'compile')}."
     sentences = [f"{planned} Of the layers:"]
-    sentences += [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
+    layers = [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
+    sentences += layers if len(layers) <= _SHOWN_LAYERS else [*layers[: _SHOWN_LAYERS - 1], _further_layers(layers)]
     if plan.as_config:
         sentences += ["In its own configuration:", *(f"  {line}" for line in plan.as_config)]
     if plan.max_batch is not None:
@@ -42,16 +47,30 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     if plan.disabled_pass:
         sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        return [*sentences, _why_named(plan), f"By the model, {_LEAST} {_ms(plan.bound_s)}."]
+        return [
+            *sentences,
+            _why_named(plan),
+            *([] if plan.bound_s is None else [f"By the model, {_LEAST} {_ms(plan.bound_s)}."]),
+        ]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
-    share = 100 * (plan.recompute_s - plan.bound_s) / plan.step_s
-    away = f" ({share:.2f}% of the step less)" if share >= 0.005 else ""
     takes = f"Recomputing, writing and reading residuals takes {_ms(plan.recompute_s)} of the step's {_ms(plan.step_s)}"
     return [
         *sentences,
         f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).",
-        f"{takes}, by the model; {_LEAST} {_ms(plan.bound_s)}{away}.",
+        f"{takes}, by the model{_bound(plan, plan.recompute_s)}.",
     ]
+
+
+def _further_layers(layers: list[str]) -> str:
+    return f"  and {len(layers) - _SHOWN_LAYERS + 1} further kinds of layers (--json has all)"
+
+
+def _bound(plan: PlanRecord, recompute_s: float) -> str:
+    """The lower bound of these seconds. Nothing where compiled steps contradict its bytes."""
+    if plan.bound_s is None:
+        return ""
+    share = 100 * (recompute_s - plan.bound_s) / plan.step_s
+    return f"; {_LEAST} {_ms(plan.bound_s)}" + (f" ({share:.2f}% of the step less)" if share >= 0.005 else "")
 
 
 def _ms(seconds: float) -> str:
@@ -87,7 +106,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
         parts += [layouts_table(plan), *layouts_sentences(plan)]
     if explain:
         nothing = "\nNo tensor's saving would take time off, by the model."
-        parts += [price_table(plan) if plan.prices else nothing, more_table(plan)]
+        parts += [price_table(plan) if plan.prices else nothing, *([] if plan.bound_s is None else [more_table(plan)])]
     return parts
 
 

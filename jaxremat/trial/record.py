@@ -328,7 +328,8 @@ class PlanRecord(AnyRecord):
         step_s: predicted seconds of the step.
         recompute_s: the part of them for recomputing, writing and reading residuals; None where a named policy was the best.
         paired_error: the share by which predicted times of two steps have to differ for one to be the faster.
-        bound_s: no choice of residuals within the budget takes less than that, by the same model.
+        bound_s: no choice of residuals within the budget takes less than that, by the same model. None where compiled steps
+            contradict its bytes.
         layers: policy of each layer, after its kind if there are several: `encoder: save:...`.
         prices: what saving each value is worth.
         more: what a larger budget could save.
@@ -359,7 +360,7 @@ class PlanRecord(AnyRecord):
     step_s: float
     recompute_s: float | None
     paired_error: float | None = None
-    bound_s: float
+    bound_s: float | None
     layers: tuple[str, ...]
     prices: tuple[Price, ...]
     more: tuple[FurtherBudget, ...]

@@ -47,7 +47,7 @@ from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, memory_of_rejected, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
-from jaxremat.xla.refusal import explained, is_lasting
+from jaxremat.xla.refusal import explained, is_lasting, of_while_loop
 from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
 from jaxremat.xla.traced import offloads_in_loop
 
@@ -224,7 +224,7 @@ def lower_and_compile(
     except JaxrematError:
         raise
     except ValueError as error:
-        if refused := of_shardings(error, target):
+        if refused := of_shardings(error, target) or of_while_loop(error):
             raise refused from error
         raise
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about attention, are these

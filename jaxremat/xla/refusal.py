@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxremat.chips.chip import FusedAttention
 from jaxremat.chips.target import Target
-from jaxremat.errors import CompileError, JaxrematError
+from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.system.files import OTHER_TMPDIR, free_bytes
 from jaxremat.xla.origin import plain_scope
 
@@ -26,6 +26,18 @@ _MAX_REASON = 300
 _FULL, _TOO_MANY = os.strerror(errno.ENOSPC), os.strerror(errno.EMFILE)
 #: The name of a file that XLA itself writes while it compiles.
 _TEMPORARY_FILE = re.compile(r"/tempfile-\S+")
+
+
+def of_while_loop(error: ValueError) -> UsageError | None:
+    """JAX's error about the gradient of a while loop, with a remedy; None of any other error."""
+    if "Reverse-mode differentiation does not work for lax.while_loop" not in str(error):
+        return None
+    return UsageError(
+        "the loss has a lax.while_loop, or a fori_loop whose bounds are arrays, between the parameters and its value",
+        allowed="lax.scan, or lax.fori_loop with bounds that are Python numbers",
+        cause="JAX can't differentiate backwards through a number of steps that isn't known when it traces",
+        next_step="jax.lax.scan over the most steps, with jnp.where(done, x, step(x)); jaxremat.find_layers says the loop's line",
+    )
 
 
 def explained(error: Exception, target: Target) -> JaxrematError:

@@ -1,10 +1,13 @@
-"""The total of a compiled step if some operations weren't recomputed, by its memory map.
+"""The total of a compiled step if its layers saved more, by its memory map.
 
-Full remat recomputes a layer's forward pass in the backward pass. A policy that saves a value adds the value's bytes,
-and it takes bytes away: what is no longer recomputed no longer lies in memory while the layer's gradient runs.
+Full remat recomputes a layer's forward pass in the backward pass. A policy that saves a value adds the value's bytes from
+the layer's forward pass to its backward pass, and it takes bytes away: what is no longer recomputed no longer lies in memory
+while the layer's gradient runs. A scan has its layers' values until its last iteration. Unrolled layers free theirs one by
+one, so where the gradient of the first layers needs the most memory, nothing is left of what the last layers saved.
 
-Example: at the peak of a full-remat step, 64 MiB of `mlp/up/dot_general` are live, which a layer recomputed. A policy saves
-them. The peak is then expected to be 64 MiB lower, besides the saved bytes, unless another part of the step is now the peak.
+Example: of two layers `a` and `b`, the gradient of `a` needs 100 MiB and that of `b` needs 60 MiB. While that of `b` runs,
+what both saved is live, and then what `a` saved. So there are two moments: 60 MiB beside both layers, and 100 MiB beside
+`a`.
 
 This is an estimate. It takes the order of the kernels from the full-remat step. XLA orders the kernels of each step anew.
 """
@@ -12,30 +15,36 @@ This is an estimate. It takes the order of the kernels from the full-remat step.
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxremat.planner.steps import Moment
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import MemoryMap
 from jaxremat.xla.compile import Compilation
 
 #: Instructions that only refer to a value.
 _VIEWS = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
+#: The scopes around a layer, and then that of its checkpoint.
+_CHECKPOINTED = re.compile(r"(.*?)/(?:checkpoint|rematted_computation|remat2)(?:/|$)")
 
 
-def total_without(done: Compilation) -> Callable[[frozenset[str]], int]:
-    """A function from names of operations to a step's total bytes without their recompute.
+def moments_of(
+    done: Compilation, kinds: Sequence[tuple[str, int]] = (("", 1),)
+) -> Callable[[frozenset[str]], tuple[Moment, ...]]:
+    """A function from names of operations to the moments of a step that runs these once.
 
-    A name is a module path with an operation or a checkpoint name, such as `mlp/up/dot_general` or `mlp_out`. Names that no
-    buffer has change nothing.
+    A name is a module path with an operation or a checkpoint name, such as `mlp/up/dot_general` or `mlp_out`, behind the prefix
+    of its kind. Names that no buffer has change nothing.
 
     Args:
         done: a compiled step whose dump was read. The memory map is read when the function is called first.
+        kinds: the prefix of the names of each kind of layers, in the program's order, and how many layers it has.
     """
-    timeline = functools.cache(lambda: _timeline(done.memory_map, done.module))
-    return functools.cache(lambda gone: done.memory.total_bytes + timeline().change_bytes(gone))
+    timeline = functools.cache(lambda: _timeline(done.memory_map, done.module, kinds))
+    return functools.cache(lambda gone: tuple(timeline().moments(gone, done.memory.total_bytes)))
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class _Timeline:
         recomputed: by name, the buffers of recomputed values.
         at: by position, the names of the recomputed values that are made there. Positions that make anything else have none.
         slices: the slices of stacks.
+        alive: by kind, how many layers have what they saved in memory, at each position.
     """
 
     num_positions: int
@@ -65,12 +75,27 @@ class _Timeline:
     recomputed: dict[str, list[int]]
     at: dict[int, frozenset[str]]
     slices: tuple[_Slice, ...]
+    alive: dict[str, np.ndarray]
 
-    def change_bytes(self, gone: Collection[str]) -> int:
-        """Bytes by which the peak changes without these names. Not above 0."""
-        return min(0, self._peak(frozenset(map(_common_name, gone))) - self._peak(frozenset()))
+    def moments(self, gone: Collection[str], total_bytes: int) -> Iterator[Moment]:
+        """The moments without these names.
 
-    def _peak(self, gone: frozenset[str]) -> int:
+        None of them has fewer bytes and fewer live layers than another one.
+        """
+        live, least = self._live(frozenset(map(_common_name, gone))), int(self._live(frozenset()).max())
+        layers = np.stack([*self.alive.values()])
+        found, start = dict[tuple[int, ...], int](), 0
+        for end in [*(np.flatnonzero((layers[:, 1:] != layers[:, :-1]).any(axis=0)) + 1), self.num_positions]:
+            counts = tuple(int(n) for n in layers[:, start])
+            found[counts] = max(found.get(counts, 0), int(live[start:end].max()))
+            start = end
+        for counts, most in found.items():
+            others = ((other, high) for other, high in found.items() if other != counts)
+            if not any(high >= most and all(a >= b for a, b in zip(other, counts, strict=True)) for other, high in others):
+                yield Moment(total_bytes + min(0, most - least), dict(zip(self.alive, counts, strict=True)))
+
+    def _live(self, gone: frozenset[str]) -> np.ndarray:
+        """Live bytes at each position."""
         first, num_bytes = self.first.copy(), self.num_bytes.copy()
         num_bytes[[buffer for name in gone for buffer in self.recomputed.get(name, ())]] = 0
         for part in self.slices:
@@ -82,24 +107,34 @@ class _Timeline:
         change = np.zeros(self.num_positions + 1, np.int64)
         np.add.at(change, first, num_bytes)
         np.add.at(change, self.last + 1, -num_bytes)
-        return int(change.cumsum().max())
+        return change.cumsum()[: self.num_positions]
 
 
-def _timeline(map: MemoryMap, module: hlo.Module) -> _Timeline:
+def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[tuple[str, int]]) -> _Timeline:
     arenas = {allocation.number for allocation in map.allocations if allocation.kind == "temp"}
     buffers = [buffer for buffer in map.buffers if buffer.allocation in arenas and buffer.num_bytes]
     recomputed, made, positions_of_others = defaultdict[str, list[int]](list), defaultdict[int, set[str]](set), set[int]()
     readers = _readers(module, {operation.name: position for position, operation in enumerate(map.program)})
+    windows = _windows(map, kinds)
     slices = []
     for n, buffer in enumerate(buffers):
         operation = map.program[buffer.first]
         if buffer.category == "recompute":
-            recomputed[_common_name(buffer.label)].append(n)
-            made[buffer.first].add(_common_name(buffer.label))
+            prefixes = [prefix for prefix, found in windows.items() if any(a <= buffer.first <= b for _, a, b in found)]
+            names = {_common_name(prefix + buffer.label.removeprefix(prefix)) for prefix in prefixes or windows}
+            for name in names:
+                recomputed[name].append(n)
+            made[buffer.first] |= names
         else:
             positions_of_others.add(buffer.first)
         if operation.op_name.endswith("/dynamic_slice"):
             slices.append(_Slice(n, tuple(position for position in readers[operation.name] if position <= buffer.last)))
+    alive = {prefix: np.zeros(len(map.program), np.int64) for prefix, _ in kinds}
+    for prefix, num_layers in kinds:
+        found = windows[prefix]
+        each = found if len(found) == num_layers else [(min(w[0] for w in found), 0, max(w[2] for w in found))] * num_layers
+        for start, _, end in each:
+            alive[prefix][start : end + 1] += 1
     return _Timeline(
         num_positions=len(map.program),
         first=np.array([buffer.first for buffer in buffers], np.int64),
@@ -108,7 +143,43 @@ def _timeline(map: MemoryMap, module: hlo.Module) -> _Timeline:
         recomputed=dict(recomputed),
         at={position: frozenset(names) for position, names in made.items() if position not in positions_of_others},
         slices=tuple(slice for slice in slices if slice.readers),
+        alive=alive,
     )
+
+
+def _windows(map: MemoryMap, kinds: Sequence[tuple[str, int]]) -> dict[str, list[tuple[int, int, int]]]:
+    """Where each layer or scan begins, and where its gradient begins and ends, by kind.
+
+    A kind that can't be told from others by the scopes of its layers has what it saves in memory all the time.
+    """
+    whole = next(((first, last) for phase, first, last in map.phases if phase == "backward"), (0, len(map.program) - 1))
+    runs: list[tuple[str, int, int]] = []
+    for position in range(whole[0], whole[1] + 1):
+        if not (found := _CHECKPOINTED.match(map.program[position].op_name)):
+            continue
+        loops = [loop for loop in map.loops if whole[0] <= loop.first <= position <= loop.last <= whole[1]]
+        first, last = (
+            min((loop.first for loop in loops), default=position),
+            max((loop.last for loop in loops), default=position),
+        )
+        scopes = found[1]
+        if runs and runs[-1][0] == scopes:
+            runs[-1] = (scopes, runs[-1][1], max(runs[-1][2], last))
+        else:
+            runs.append((scopes, first, last))
+    forward = [(position, operation.op_name) for position, operation in enumerate(map.program[: whole[0]])]
+    by_kind = defaultdict[str, list[tuple[int, int, int]]](list)
+    for scopes, first, last in runs:
+        own = scopes.rpartition("/")[2]
+        begins = (position for position, name in forward if f"/{own}/" in name and "transpose(" not in name)
+        by_kind[re.sub(r"_?\d*\)*$", "", own.rpartition("(")[2])].append((next(begins, 0), first, last))
+    everywhere = [(0, 0, runs[-1][2] if runs else len(map.program) - 1)]
+    if len(kinds) == 1:
+        return {kinds[0][0]: [window for found in by_kind.values() for window in found] or everywhere}
+    named = {prefix: by_kind.get(re.sub(r"_?\d*/$", "", prefix), everywhere) for prefix, _ in kinds}
+    if everywhere in named.values() and len(by_kind) == len(kinds):  # the gradient runs from the last kind to the first
+        return {prefix: found for (prefix, _), found in zip(kinds, [*by_kind.values()][::-1], strict=True)}
+    return named
 
 
 def _readers(module: hlo.Module, positions: dict[str, int]) -> dict[str, list[int]]:

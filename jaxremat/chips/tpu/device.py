@@ -29,7 +29,8 @@ class Fitted:
         bandwidth_share: share of the memory's bandwidth that kernels without a matmul reach.
         error: how much longer or shorter a real step may take than predicted, as a share: the largest of the published steps,
             rounded up.
-        paired_error: how far two predicted steps of one model may be off beside each other, as a share.
+        paired_error: how far two predicted steps of one model may be off beside each other, as a share. It is `error` where none
+            were compared.
         source: the steps.
     """
 

@@ -1,0 +1,185 @@
+"""Code to paste for each policy and framework: run in a model, it saves what `with_policy` saves around the same layers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxremat
+from jaxremat.errors import UsageError
+from jaxremat.policy.code import as_code
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.saved import saved_values
+
+WIDTH, NUM = 8, 4
+X = jnp.ones((16, WIDTH))
+POLICIES = (
+    "none",
+    "own",
+    "everything",
+    "nothing",
+    "dots",
+    "dots-no-batch",
+    "save:hidden",
+    "save:hidden+attention",
+    "dots+attention",
+)
+SEVERAL = ("one-in:2", "every:2", "every:3", "every:2+save:hidden", "1*nothing|1*save:hidden")
+Loss = Callable[[Any, jax.Array], jax.Array]
+
+
+def pasted(code: str, **names: Any) -> dict[str, Any]:
+    """The names after the code ran."""
+    exec(code, names)  # the code is ours
+    return names
+
+
+def jax_model() -> tuple[Callable[[str], Loss], Any]:
+    def layer(w: Any, x: jax.Array) -> jax.Array:
+        return x + checkpoint_name(jnp.tanh(x @ w[0]), "hidden") @ w[1]
+
+    def loss(code: str, params: Any, x: jax.Array) -> jax.Array:
+        names = pasted(code, layer=layer, layers=params, x=x, jax=jax, functools=functools, jaxremat=jaxremat)
+        if "for start" in code:
+            return jnp.mean(names["x"] ** 2)
+        wrapped = names["layers"] if "policies = (" in code else NUM * [names["layer"]]
+        for one, w in zip(wrapped, params, strict=True):
+            x = one(w, x)
+        return jnp.mean(x**2)
+
+    return lambda code: functools.partial(loss, code), NUM * [(jnp.ones((WIDTH, 16)), jnp.ones((16, WIDTH)))]
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(WIDTH)(checkpoint_name(jnp.tanh(nn.Dense(16)(x)), "hidden"))
+
+
+def linen_model() -> tuple[Callable[[str], Loss], Any]:
+    def loss(code: str, params: Any, x: jax.Array) -> jax.Array:
+        names = pasted(code, Block=LinenBlock, nn=nn, jax=jax, jaxremat=jaxremat)
+        blocks = names["Blocks"] if "policies = (" in code else NUM * [names["Block"]]
+
+        class Net(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array) -> jax.Array:
+                for i, block in enumerate(blocks):
+                    x = block(name=f"block_{i}")(x)
+                return jnp.mean(x**2)
+
+        return jnp.asarray(Net().apply(params, x))
+
+    def params_of(x: jax.Array) -> Any:
+        one = LinenBlock().init(jax.random.key(0), x)["params"]
+        return {"params": {f"block_{i}": one for i in range(NUM)}}
+
+    return lambda code: functools.partial(loss, code), jax.eval_shape(params_of, X)
+
+
+def object_loss(code: str, blocks: Any, x: jax.Array, **framework: Any) -> jax.Array:
+    """The loss of modules of NNX or Equinox, which the code calls by `call`."""
+    names = pasted(code, layers=blocks, x=x, jax=jax, functools=functools, jaxremat=jaxremat, **framework)
+    if "for start" in code:
+        return jnp.mean(names["x"] ** 2)
+    plain = names.get("call", lambda block, x: block(x))
+    for block, call in zip(blocks, names["calls"] if "policies = (" in code else NUM * [plain], strict=True):
+        x = call(block, x)
+    return jnp.mean(x**2)
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self) -> None:
+        self.up, self.down = nnx.Linear(WIDTH, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(checkpoint_name(jnp.tanh(self.up(x)), "hidden"))
+
+
+def nnx_model() -> tuple[Callable[[str], Loss], Any]:
+    definition, state = nnx.split(nnx.eval_shape(lambda: nnx.List([NnxBlock() for _ in range(NUM)])))
+
+    def loss(code: str, params: Any, x: jax.Array) -> jax.Array:
+        return object_loss(code, [*nnx.merge(definition, params)], x, nnx=nnx)
+
+    return lambda code: functools.partial(loss, code), state
+
+
+def equinox_model() -> tuple[Callable[[str], Loss], Any]:
+    eqx = pytest.importorskip("equinox")
+
+    class Block(eqx.Module):
+        up: Any
+        down: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + checkpoint_name(jnp.tanh(x @ self.up), "hidden") @ self.down
+
+    def loss(code: str, params: Any, x: jax.Array) -> jax.Array:
+        return object_loss(code, params, x, eqx=eqx)
+
+    return lambda code: functools.partial(loss, code), [
+        Block(jnp.ones((WIDTH, 16)), jnp.ones((16, WIDTH))) for _ in range(NUM)
+    ]
+
+
+MODELS = {"jax": jax_model, "linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
+
+
+#: Each framework under two policies in the fast tier, and under the others in the full one.
+PAIRS = [
+    pytest.param(framework, policy, marks=() if policy in ("dots", "1*nothing|1*save:hidden") else pytest.mark.full)
+    for framework in MODELS
+    for policy in (*POLICIES, *SEVERAL)
+    if not (framework == "linen" and policy.startswith("every:"))
+]
+
+
+@pytest.mark.parametrize(("framework", "policy"), PAIRS)
+def test_the_code_saves_what_the_policy_saves(framework, policy):
+    loss_with, params = MODELS[framework]()
+    code = as_code(policy, framework, NUM)
+    want, got = (
+        saved_values(jax.make_jaxpr(jax.grad(loss))(params, X))
+        for loss in (jaxremat.with_policy(loss_with(""), policy), loss_with(code))
+    )
+    assert got.values == want.values
+    assert bool(code) == (policy not in ("none", "own"))
+
+
+@pytest.mark.full
+def test_the_code_takes_the_bytes_of_the_policy(h100):
+    loss_with, params = nnx_model()
+    x = jax.ShapeDtypeStruct((2**18, WIDTH), jnp.float32)
+    for policy in ("nothing", "every:2+save:hidden"):
+        want, got = (
+            lower_and_compile(jax.grad(loss), (params, x), h100).memory.total_bytes
+            for loss in (jaxremat.with_policy(loss_with(""), policy), loss_with(as_code(policy, "nnx", NUM)))
+        )
+        assert got == pytest.approx(want, rel=0.01)
+
+
+def test_groups_of_linen_s_modules_are_jaxremat_s_own_layers():
+    assert as_code("every:2", "linen", NUM) == 'layers = jaxremat.Layers(Block(...), num_layers=4, policy="every:2")'
+
+
+def test_offloading_is_jax_s_own_policy():
+    code = as_code("save:hidden+offload:wide", "jax")
+    policy = pasted(code, layer=lambda x: x, jax=jax)["layer"]
+    assert callable(policy)
+    for name in ("hidden", "wide", "pinned_host"):
+        assert f'"{name}"' in code
+
+
+def test_wrong_frameworks_and_groups_are_rejected():
+    with pytest.raises(UsageError) as caught:
+        as_code("dots", "torch")  # pyright: ignore[reportArgumentType]
+    assert "linen" in caught.value.allowed
+    with pytest.raises(UsageError):
+        as_code("every:5", "jax", NUM)
