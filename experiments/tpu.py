@@ -131,7 +131,7 @@ def early_cases(seed: int, count: int) -> list[Case]:
             chance.choice(("v4", "v5e", "v5p", "v6e")),
             chance.choice(("nothing", "none", "dots", "save:mlpwi", "offload:mlpwi")),
             chance.choice(("fsdp=4", "data=2,fsdp=2", "data=4")),
-            batches=(chance.choice((2, 8, 32)),),
+            batches=(chance.choice((256, 1024, 4096)),),
             attention=chance.choice(("none", "splash", "xla")),
             is_unrolled=chance.choice((True, False)),
             num_layers=chance.choice((2, 4)),
@@ -284,8 +284,8 @@ def of_step(child: Child) -> Row:
 def of_recipe(child: Child) -> Row:
     """What the compiler says of a recipe at its batch, and at half as many sequences more."""
     row: Row = {}
-    earlies = [one for one in child.rows if one["record"] == "early"]
-    for early, prefix in zip(earlies, ("", "more_"), strict=False):
+    said_early = [one for one in child.rows if one["record"] == "early"]
+    for early, prefix in zip(said_early, ("", "more_"), strict=False):
         whole = child.find("whole", batch=early["batch"]) or {}
         found = {"batch": early["batch"], "early_bytes": early["early_bytes"], **whole}
         names = ("batch", "early_bytes", "fits", "total_bytes", "host_bytes", "compile_s")

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import pytest
 
-from experiments import examples, levers, mesh, next_jax, tables, tpu, unchanged
+from experiments import examples, levers, mesh, next_jax, tables, tpu, tpu_step, unchanged
 from experiments.children import Child
 from experiments.common import other_parts, results_text, write
 from jaxremat.chips.target import load_target
@@ -225,3 +226,19 @@ def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
             flags = {"policy": (case.policy,), "model": case.model, "target": case.target, "mesh": case.mesh}
             options = {name: value for name, value in case.options.items() if name != "budget"}
             assert check_run(replace(_flags_from(options), **flags)).policies
+
+
+@pytest.mark.parametrize("is_unrolled", [False, True])
+@pytest.mark.parametrize("attention", ["none", "xla"])
+def test_tpu_s_small_step_has_a_gradient_of_each_parameter(attention, is_unrolled):
+    sizes = {"num_layers": 2, "length": 128, "width": 128}
+    workload = tpu_step.layers(2, attention=attention, is_unrolled=is_unrolled, **sizes)
+    assert workload.loss is not None
+    gradients = jax.eval_shape(jax.grad(workload.loss), workload.params, workload.batch)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), workload.params
+    )
+    of_layer = {"wi": 128 * 512, "wo": 512 * 128} | (
+        dict.fromkeys(("q", "k", "v", "out"), 128 * 128) if attention == "xla" else {}
+    )
+    assert workload.num_params == 2 * sum(of_layer.values())

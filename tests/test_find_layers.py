@@ -89,6 +89,19 @@ def with_layers_inside(params, x):
     )
 
 
+def with_a_checkpoint(params, x):
+    """A recurrence whose author has put a checkpoint around the step."""
+    step = jax.checkpoint(lambda h, now: (jnp.tanh(h + now @ params["up"] @ params["down"]), None))
+    return jnp.mean(jax.lax.scan(step, x[:, 0], jnp.moveaxis(x, 1, 0))[0])
+
+
+def with_a_head(params, x):
+    """Layers, and a checkpointed recurrence that computes the loss of their output."""
+    for p in params:
+        x = mlp(p, x)
+    return with_a_checkpoint(params[0], x)
+
+
 def chunks(params, x):
     """A loss over one chunk of the data after the other."""
     return jax.lax.scan(lambda total, one: (total + jnp.mean(mlp(params, one) ** 2), None), 0.0, x)[0]
@@ -219,6 +232,8 @@ FOUND = {
     "heads side by side": (side_by_side, LAYERS, []),
     "a recurrence over time": (over_time, LAYERS[0], [("loop", 4)]),
     "a recurrence of more steps than layers": (with_layers_inside, LAYERS[0], [("loop", 4)]),
+    "a checkpointed recurrence": (with_a_checkpoint, LAYERS[0], [("loop", 4)]),
+    "a checkpointed recurrence beside layers": (with_a_head, LAYERS, [("repeat", NUM)]),
     "chunks": (chunks, LAYERS[0], [("loop", 2)]),
     "tokens over time": (looked_up_in_time, LAYERS[0], [("loop", 4)]),
     "a counter": (picked, STACKED, [("scan", NUM)]),

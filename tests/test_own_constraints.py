@@ -150,3 +150,42 @@ def test_a_mesh_for_the_whole_process_is_rejected(write):
     assert jax.sharding.get_abstract_mesh().empty
     assert "--mesh" in error.got
     assert "whole.py:workload" in error.got
+
+
+MAPPED = """
+import jax, jax.numpy as jnp, jaxremat
+from jax.sharding import Mesh, PartitionSpec as P
+
+def workload(batch: int = 8, here: bool = True) -> jaxremat.Workload:
+    mesh = {"mesh": Mesh(jax.devices()[:1], ("data",))} if here else {}
+
+    def loss(params, x):
+        def mapped(params, x):
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jax.lax.pmean(jnp.mean(x**2), "data")
+        return jax.shard_map(mapped, in_specs=(P(), P("data")), out_specs=P(), **mesh)(params, x)
+
+    shape = jax.ShapeDtypeStruct
+    params = 3 * [shape((64, 64), jnp.float32)]
+    return jaxremat.Workload(loss=loss, params=params, batch=shape((batch, 64), jnp.float32))
+"""
+
+
+@pytest.mark.usefixtures("h100")
+def test_a_map_over_this_machine_s_device_is_rejected_with_a_remedy_that_works(write, monkeypatch, capsys):
+    """Without mesh=, over an axis of --mesh, the step reaches XLA."""
+
+    def compiles(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("XLA is reached")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiles)
+    argv = ["--model", f"{write('mapped.py', MAPPED)}:workload", "--target", "h100-80gb", "--batch", "8", "--policy", "none"]
+    error = rejected(argv)
+    assert "mapped.py" in error.cause
+    assert "--mesh data=1" in error.next_step
+    capsys.readouterr()
+    without = [*argv, "--model-arg", "here=False", "--mesh", "data=1", "--json"]
+    show_list_or_answers(check_flags(parse_flags(RunFlags, without)))
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (row["error_kind"], "XLA is reached" in row["error"]) == ("CompileError", True)

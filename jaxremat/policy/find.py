@@ -284,7 +284,8 @@ def _saves_something(facts: Facts, layers: Sequence[range]) -> bool:
 def _loop_over(facts: Facts, n: int, inside: Level | None, wanted: _Wanted) -> FoundBy | None:
     """Whether equation number `n` scans over layers, or over steps of which each is a layer.
 
-    A recurrence with layers inside it is a loop over layers itself if it has more iterations than they are.
+    A recurrence with layers inside it is a loop over layers itself if it has more iterations than they are. One whose steps have
+    their author's checkpoint already, such as a loss in chunks, is left as it is beside layers.
     """
     equation = facts.program.equations[n]
     if equation.kind != "scan":
@@ -292,7 +293,8 @@ def _loop_over(facts: Facts, n: int, inside: Level | None, wanted: _Wanted) -> F
     if not why_not_layers(equation.eqn, equation.inputs, facts.parameters, facts.constants):
         return "scan"
     num_inside = sum(stack.num_layers for level, _ in inside.levels() for stack in level.stacks) if inside else 0
-    is_one = is_recurrence(equation.eqn) or (wanted.any_loop and equation.eqn.params["length"] > 1 and not inside)
+    is_one = is_recurrence(equation.eqn) and not checkpoints_around(inner_program(equation).equations)
+    is_one |= wanted.any_loop and equation.eqn.params["length"] > 1 and not inside
     return "loop" if is_one and equation.eqn.params["length"] > num_inside else None
 
 

@@ -20,7 +20,7 @@ FoundBy = Literal["scan", "loop", "checkpoint", "scope", "repeat"]
 
 _HOW = {
     "scan": "found as the body of a loop over stacked parameters",
-    "loop": "the iterations of a scan over other things than parameters",
+    "loop": "found as the iterations of a scan",
     "checkpoint": "found by the checkpoints around them, whose policy is replaced",
     "scope": "found by their scopes",
     "repeat": "found as repeated operations",

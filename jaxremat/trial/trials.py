@@ -348,7 +348,7 @@ class Trials:
     def early_bytes(self, policy: Policy, batch: int) -> int:
         """The total bytes of a step, by what XLA says of it under a limit: the bytes of its state.
 
-        That is a guess and no proof. XLA makes another schedule where it has more memory, which may take a third more, or a fifth
+        That is a guess and no proof. XLA makes another schedule where it has more memory, which may take half more, or a fifth
         less. Where XLA says nothing early, and for a step that is compiled, the bytes are those of `compile`.
 
         Raises:

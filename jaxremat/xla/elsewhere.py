@@ -20,6 +20,9 @@ from jaxremat.errors import UsageError
 from jaxremat.policy.jax_private import core
 from jaxremat.xla.traced import places
 
+#: The next step for a map over one device of this machine.
+_WITHOUT_MESH = "jax.shard_map(f, in_specs=P('data'), ...) without mesh=, over the axes of --mesh, and --mesh data=1"
+
 
 def constraints_elsewhere(jaxpr: Any, target: Target) -> tuple[Any, ...]:
     """The sharding constraints of a traced program that lie on a device that isn't the target's.
@@ -43,7 +46,9 @@ def of_shardings(error: ValueError, target: Target) -> UsageError | None:
     """
     text = str(error)
     if "incompatible devices" in text:
-        return _devices_elsewhere(target, text.partition(". ")[2] or text)
+        of_devices = _devices_elsewhere(target, text.partition(". ")[2] or text)
+        maps_here = len(target.devices) == 1 and "shard_map" in text
+        return of_devices.with_next_step(_WITHOUT_MESH) if maps_here else of_devices
     if not text.startswith(("Sharding passed to jit does not match", "Memory kinds passed to jax.jit does not match")):
         return None
     return UsageError(
