@@ -138,7 +138,8 @@ def test_a_share_that_is_a_bound_is_rounded_up(share, text):
 
 
 def search_of(steps: Steps, loss: str, batches: Sequence[int]) -> Search:
-    return Search(steps, (loss,), possible(steps, 1000, batches), 1000)
+    batches = possible(steps, 1000, batches)
+    return Search(steps, (loss,), batches, 1000, start=batches[-1])
 
 
 @pytest.mark.parametrize("budget", [2000, 8000, 40_000])

@@ -1,6 +1,7 @@
 """What a step would take if less ran a second time: read from the map of a step under `nothing`, and used by the planner."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Moment, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.without import moments_of
+from jaxremat.xla.without import _windows, moments_of
 
 ROWS, WIDTH, LAYERS = 8192, 1024, 6
 HIDDEN_BYTES = ROWS * 4 * WIDTH * 2
@@ -42,7 +43,10 @@ def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     done = lower_and_compile(jax.grad(loss), (params, shape((ROWS, WIDTH), jnp.bfloat16)), h100, keep_dump=True)
-    moments, total_bytes = moments_of(done, [("", LAYERS)]), done.memory.total_bytes
+    moments, total_bytes = (
+        moments_of(done, [EqualLayers(dataclasses.replace(chain(), in_scan=True), LAYERS)]),
+        done.memory.total_bytes,
+    )
     assert any(moment.layers == {"": LAYERS} for moment in moments(frozenset()))
 
     def without(gone: frozenset[str]) -> int:
@@ -67,6 +71,28 @@ def test_the_bytes_of_a_foreign_block_are_foreseen(h100):
 
 def planned(block: Any, args: tuple[Any, ...], budget: int, target: Any) -> Plan:
     return jaxremat.plan(block, *args, num_layers=8, budget=budget, target=target)
+
+
+def test_where_unrolled_layers_begin_and_where_their_gradients_are():
+    """Two layers of a first stage and one of a second, whose gradients run in the other order, and a checkpoint of the loss."""
+    layers = ("stage0_block_0", "stage0_block_1", "stage1_block_0")
+    names = [f"jit(f)/jvp({layer})/dot_general" for layer in layers]
+    backward = [f"jit(f)/transpose(jvp({layer}))/jvp({layer})/checkpoint/mul" for layer in reversed(layers)]
+    names += [
+        "jit(f)/transpose(jvp(loss))/jvp(loss)/checkpoint/exp",
+        backward[0],
+        "",
+        backward[0],
+        *backward[1:],
+        "jit(f)/add",
+    ]
+    phases = (("forward", 0, 2), ("backward", 3, len(names) - 2), ("update", len(names) - 1, len(names) - 1))
+    program = tuple(SimpleNamespace(op_name=name) for name in names)
+    map: Any = SimpleNamespace(program=program, phases=phases, loops=())
+    kinds = [EqualLayers(chain(), 2, "stage0_block/"), EqualLayers(chain(), 1, "stage1_block/")]
+    assert _windows(map, kinds) == {"stage0_block/": [(1, 7, 7), (0, 8, 8)], "stage1_block/": [(2, 4, 6)]}
+    other = _windows(map, [kinds[0], EqualLayers(chain(), 1, "head/")])
+    assert other["head/"] == [(0, 0, 8)], "what can't be placed is live all the time"
 
 
 # The planner. A layer makes three values one after the other, and its backward pass reads all three.
@@ -163,3 +189,19 @@ def test_what_stages_save_counts_where_it_is_live():
     without = best_candidate(one.layer, one.num_layers, Corrections(1000, 1050))
     assert without
     assert str(without.policy) == "nothing"
+
+
+def test_at_best_the_layer_whose_gradient_runs_has_freed_its_own():
+    moments = (
+        Moment(1000, {"first/": 2, "second/": 0}),
+        Moment(600, {"first/": 2, "second/": 2}),
+        Moment(500, {"first/": 0}),
+    )
+    assert [dict(moment.at_best().layers) for moment in moments] == [
+        {"first/": 1, "second/": 0},
+        {"first/": 2, "second/": 1},
+        {"first/": 0},
+    ]
+    hope = Corrections(1000, 1500, lambda gone: moments, beyond_bytes={1: 70}).at_best()
+    assert (hope.beyond_bytes, hope.moments and hope.moments(frozenset())[0].layers) == ({}, {"first/": 1, "second/": 0})
+    assert Corrections(1000, 1500).at_best().moments is None

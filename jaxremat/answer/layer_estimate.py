@@ -72,7 +72,7 @@ def cost_of(done: Compilation, speed: DeviceSpeed, kinds: Sequence[EqualLayers] 
     if done.is_too_large:
         flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
         return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
-    moments = moments_of(done, [(kind.prefix, kind.num_layers) for kind in kinds]) if done.dump and kinds else None
+    moments = moments_of(done, kinds) if done.dump and kinds else None
     return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, moments)
 
 

@@ -158,7 +158,8 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
     """
     of_plan = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time"), Compiles())
     steps, fixed_bytes = of_plan.steps(batches[0]), trials.with_loss(loss).state_bytes()
-    search = Search(steps, (loss,), batches if len(batches) == 1 else possible(steps, fixed_bytes, batches), fixed_bytes)
+    batches = batches if len(batches) == 1 else possible(steps, fixed_bytes, batches)
+    search = Search(steps, (loss,), batches, fixed_bytes, start=batches[-1])
     yield from search.bounds()
     found = found_by(search, "time").plan
     assert found is not None, "the layers' own layout has a plan, or a step that doesn't fit"

@@ -119,6 +119,15 @@ class Corrections:
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}
         return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.copied_bytes)
 
+    def at_best(self) -> "Corrections":
+        """The corrections by which XLA orders the kernels so as to free values as early as it can.
+
+        What was compiled has no say in that.
+        """
+        moments = self.moments
+        best = moments and (lambda gone: tuple(moment.at_best() for moment in moments(gone)))
+        return Corrections(self.base_bytes, self.budget_bytes, best)
+
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""
         beyond = total_bytes - self.base_bytes - candidate.saved_bytes + candidate.freed_bytes

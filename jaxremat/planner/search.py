@@ -6,8 +6,7 @@ A candidate is a step: what the layers save, the loss, the batch and, by the sea
 The loop compiles one after the other. The next one is always the one of the most expected samples per second:
 
 1. The full-remat step at a batch. Its bytes and seconds are those of everything around the layers. Before it is compiled,
-   they are read off a straight line through those that are (`curve.py`), and the first line goes through the bytes of the
-   training state.
+   they are read off a straight line through those that are (`curve.py`). Two are compiled for each loss to begin with.
 2. Where two estimates of a layer disagree, the policy on which they disagree most. Its seconds say which estimate is right.
 3. The best choice of residuals in the bytes that are left (`candidates.py`), while it saves seconds that are worth a
    compile. The bytes of a compiled candidate correct what is expected of the next ones, at other batches too
@@ -17,11 +16,11 @@ The loop compiles one after the other. The next one is always the one of the mos
 The loop ends where no step is expected to be faster than the best compiled one that fits by what a compile is worth. The
 answer is the fastest step that fits among all that was compiled. Of equally fast steps it has the fewest bytes.
 
-Example: in 100 GiB the first line says that up to 40 sequences fit, of which 24 are the fastest. The full-remat step of 24
-is compiled: 60 GiB and 250 ms, of which the layers spend 50 ms on recomputing. In the 40 GiB that are left, saving `a` and
-`c` is expected to take 20 ms less. That step is compiled, and takes 102 GiB. So the next candidates are expected to take 2
-GiB more, and saving `a` alone, 15 ms less, is compiled: 90 GiB. `none` would take 180 GiB and isn't tried. The answer is
-`save:a`.
+Example: compiled under `nothing`, batch 8 takes 40 GiB and batch 40 takes 104 GiB. So in 100 GiB up to 38 sequences fit, of
+which 18 are expected to be the fastest. The full-remat step of 18 is compiled: 60 GiB and 250 ms, of which the layers spend
+50 ms on recomputing. In the 40 GiB that are left, saving `a` and `c` is expected to take 20 ms less. That step is compiled,
+and takes 102 GiB. So the next candidates are expected to take 2 GiB more, and saving `a` alone, 15 ms less, is compiled: 90
+GiB. `none` would take 180 GiB and isn't tried. The answer is `save:a`.
 
 Unrolled layers take from a scan of the same layers what both have in common: the full-remat step at each batch, and the
 right estimate. A scan copies what it saves into stacks and out of them, and it compiles several times faster. So it is
@@ -30,9 +29,9 @@ unrolled layers don't. There (`Steps.has_own_base`) the unrolled full-remat step
 
 Upper bounds of the speed (`Search.bounds`) are what meshes are compared by (`race.py`). No plan is faster than the
 full-remat step without the seconds of recomputing, plus the least seconds that any choice of residuals takes in the bytes
-that are left (`hull.py`). The first full-remat step has a batch that no step exceeds, or a quarter of it where XLA rejects a
-step so large. That smaller batches are as fast for each sequence, and that their bytes lie on the line from the state, makes
-the bound too high.
+that are left (`hull.py`). There the first full-remat step (`Search.start`) has a batch that no step exceeds, or a quarter of
+it where XLA rejects a step so large. The bound assumes that smaller batches are as fast for each sequence, and that their
+bytes lie on the line from the state. Both make it too high.
 """
 
 import bisect
@@ -54,15 +53,18 @@ from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy
 
 REFERENCE_BATCH = 8  # at which a layer's problem is made where the batch is free; other batches scale it
-_MAX_BASES = 8  # full-remat steps compiled for each loss where the batch is free
+_MAX_BASES = 6  # full-remat steps compiled where the batch is free, beside two for each loss
+_GROWTH = 4  # a full-remat step has at most so many times the batch of the largest one before
 _MAX_UNROLLED_BASES = 3  # of a scan, for the unrolled layers
 _MAX_CANDIDATES = 3  # candidates compiled at a batch and loss
+_MAX_ALONE = 6  # the same where the batch is given
 _MAX_PLACES = 2  # batches and losses at which candidates are compiled
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
 SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
 _SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
 _WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
 _ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
+_ROOM = 0.01  # share of the budget that a compiled candidate leaves where XLA may do better than expected
 _SURELY_FITS = 0.97  # share of the budget that `none` is expected to take where it is compiled before any candidate
 
 
@@ -99,11 +101,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A step to compile. `candidate` is the planner's own choice, where it is one."""
+    """A step to compile.
+
+    `candidate` is the planner's own choice, where it is one. `is_hope` is true where it fits only if XLA does its best.
+    """
 
     policy: Policy
     place: Place
     candidate: Candidate | None = None
+    is_hope: bool = False
 
 
 @dataclass
@@ -122,6 +128,7 @@ class Search:
         tried: every compiled step, in order.
         curves: the full-remat step by batch, for each loss that has one.
         corrections: what compiled candidates say of bytes, by the place at which they were compiled.
+        hopes: the same for candidates that fit only if XLA does its best.
         candidates: those of the planner's own choices that were compiled.
         disputed: what the policies save on which two estimates of a layer disagree.
         estimate: which of the estimates of a layer is right: 0 for the first one.
@@ -129,7 +136,7 @@ class Search:
         current: the place at which candidates are compiled.
         finished: the places at which no further candidate is worth a compile.
         num_bases: full-remat steps that were compiled for this search, those of a scan included.
-        start: the batch of the first full-remat step. 0 for the largest one.
+        start: the batch of the first full-remat step. 0 for the usual one.
         rejected: why XLA rejected a step, which ended the search. Empty if it didn't.
         memo: what was computed from the model in its present state.
     """
@@ -143,6 +150,7 @@ class Search:
     tried: dict[tuple[Policy, str, int], Tried] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     corrections: dict[Place, Corrections] = field(default_factory=dict)
+    hopes: dict[Place, Corrections] = field(default_factory=dict)
     candidates: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     disputed: dict[Policy, Decision] = field(default_factory=dict)
     estimate: int = 0
@@ -184,7 +192,7 @@ class Search:
     @property
     def first_batch(self) -> int:
         """The batch of the first full-remat step."""
-        return self.start or self.batches[-1]
+        return self.start or at_most(self.batches, REFERENCE_BATCH)
 
     def base(self, place: Place) -> Cost:
         """The full-remat step: compiled, or as its curve has it."""
@@ -221,8 +229,11 @@ class Search:
         """
         if self.rejected:
             return None
-        if without := [loss for loss in self.losses if loss not in self.curves]:
-            return None if self.scanned else Proposal(NOTHING, Place(without[0], self.first_batch))
+        if self.scanned and not self.curves:
+            return None
+        for loss in () if self.scanned else self.losses:
+            if batch := self._start_of_curve(loss):
+                return Proposal(NOTHING, Place(loss, batch))
         if len(self.batches) > 1 and (dispute := self._dispute()):
             return dispute
         while len(self.finished) < self._max_places:
@@ -238,6 +249,22 @@ class Search:
         best = self.best()
         return self._named(Place(best.loss, best.batch) if best else self.finished[0], _ROOMY) if named else None
 
+    def _start_of_curve(self, loss: str) -> int | None:
+        """The batch of the first or the second full-remat step under a loss.
+
+        None where its curve is known. Each further sequence takes at most what the first ones take on average, and at least the
+        inputs of its layers. The second batch is guessed by the geometric mean of the two.
+        """
+        if loss not in self.curves:
+            return self.first_batch
+        (low, first), *more = [(point.batch, point.cost) for point in self.curves[loss].points if point.batch]
+        if more or self.start or len(self.batches) == 1 or not self.steps.fits(first):
+            return None
+        left_bytes, most = self.steps.budget_bytes - first.total_bytes, (first.total_bytes - self.fixed_bytes) / low
+        least = self.steps.num_layers * _bytes_per_sequence(self.steps)
+        high = at_most(self.batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
+        return high if high > low else None
+
     def _at(self, place: Place) -> Proposal | None:
         """The next step at a place: full remat, and then the best candidates.
 
@@ -245,8 +272,11 @@ class Search:
         """
         base, layer = self.base(place), self.layer_at(place.batch)
         needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
-        if needs_own or not self._is_compiled(place):
+        if needs_own:
             return Proposal(NOTHING, place)
+        if not self._is_compiled(place):
+            last = self.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
+            return Proposal(NOTHING, replace(place, batch=min(place.batch, at_most(self.batches, _GROWTH * last))))
         fits = [one.cost_s for one in self.fitting_candidates(place)]
         if not layer.in_scan and self.named:
             if none := self._named(place, _SURELY_FITS):
@@ -256,12 +286,27 @@ class Search:
         if not fits and (dispute := self._dispute()):
             return dispute
         here = [policy for policy, at in self.candidates if at == place]
-        candidate = best_candidate(self.layer_at(place.batch), self.steps.num_layers, self._corrections(place))
-        if candidate is None or candidate.policy in here or len(here) == _MAX_CANDIDATES:
+        if len(here) == self._max_candidates:
             return None
-        if fits and min(fits) - candidate.cost_s < _WORTH * base.step_s:
-            return None
-        return Proposal(candidate.policy, place, candidate)
+        for is_hope, corrections in enumerate((self._corrections(place), *self._hopes(place))):
+            candidate = best_candidate(layer, self.steps.num_layers, corrections)
+            if candidate is None or candidate.policy in here:
+                continue
+            if not fits or min(fits) - candidate.cost_s >= _WORTH * base.step_s:
+                return Proposal(candidate.policy, place, candidate, bool(is_hope))
+        return None
+
+    def _hopes(self, place: Place) -> list[Corrections]:
+        """What XLA may do at best, where the compiled candidates leave room.
+
+        It is empty where nothing is known of moments.
+        """
+        corrections, budget_bytes = self._corrections(place), self.steps.budget_bytes
+        compiled = (self.tried[policy, at.loss, at.batch].cost for policy, at in self.candidates if at == place)
+        most = max((cost.total_bytes for cost in compiled if self.steps.fits(cost)), default=budget_bytes)
+        if corrections.moments is None or self.scanned or most > (1 - _ROOM) * budget_bytes:
+            return []
+        return [self.hopes.get(place) or corrections.at_best()]
 
     def _corrections(self, place: Place) -> Corrections:
         base = self.base(place)
@@ -324,10 +369,12 @@ class Search:
         if policy == NOTHING and not self.scanned:
             self._extend(place, cost)
         if candidate := proposal.candidate:
-            before = self._corrections(place)
             self.current = place
+            if proposal.is_hope:
+                self.hopes[place] = self._hopes(place)[0].learn(candidate, cost.total_bytes)
+            else:
+                self.corrections[place] = self._corrections(place).learn(candidate, cost.total_bytes)
             self.candidates[policy, place] = candidate
-            self.corrections[place] = before.learn(candidate, cost.total_bytes)
         return None
 
     def attempt(self, proposal: Proposal) -> None:
@@ -471,6 +518,10 @@ class Search:
     # How many compiles are to come.
 
     @property
+    def _max_candidates(self) -> int:
+        return _MAX_CANDIDATES if self.scanned or len(self.batches) > 1 else _MAX_ALONE
+
+    @property
     def _max_places(self) -> int:
         return 1 if self.scanned or len(self.batches) == 1 else _MAX_PLACES
 
@@ -479,7 +530,7 @@ class Search:
         """How many further full-remat steps may be compiled."""
         if len(self.batches) == 1:
             return 0
-        return _MAX_UNROLLED_BASES - self.num_bases if self.scanned else _MAX_BASES + len(self.losses) - self.num_bases
+        return _MAX_UNROLLED_BASES - self.num_bases if self.scanned else _MAX_BASES + 2 * len(self.losses) - self.num_bases
 
     def most_left(self, named: bool) -> int:
         """How many compiles are to come at most, with those of the named policies or without."""
@@ -489,9 +540,8 @@ class Search:
         smaller, start = 0, self.first_batch
         while start > self.batches[0] and len(self.curves) < len(self.losses):
             smaller, start = smaller + 1, at_most(self.batches, start // SMALLER)
-        unknown = len([loss for loss in self.losses if loss not in self.curves])
-        bases = unknown + smaller + max(0, self._bases_left)
-        candidates = self._max_places * _MAX_CANDIDATES - len(self.candidates)
+        bases = smaller + (max(0, self._bases_left) if len(self.batches) > 1 else len(self.losses) - len(self.curves))
+        candidates = self._max_places * self._max_candidates - len(self.candidates)
         disputes = len(self._estimates_at(self.reference)) - 1 - self.num_judged
         return bases + disputes + max(0, candidates) + least
 
@@ -529,9 +579,14 @@ def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence
     Under `nothing` a step saves the inputs of its layers. Where there are very many batches, some are left out.
     """
     batches = spaced(batches)
-    small, large = (steps.layer_at(batch).input_bytes for batch in (REFERENCE_BATCH, 2 * REFERENCE_BATCH))
-    least_bytes = max(1.0, steps.num_layers * (large - small) / REFERENCE_BATCH)
+    least_bytes = max(1.0, steps.num_layers * _bytes_per_sequence(steps))
     return batches[: bisect.bisect_right(batches, at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes))]
+
+
+def _bytes_per_sequence(steps: Steps) -> float:
+    """Bytes of a layer's input for one sequence, without the layer's parameters."""
+    small, large = (steps.layer_at(batch).input_bytes for batch in (REFERENCE_BATCH, 2 * REFERENCE_BATCH))
+    return (large - small) / REFERENCE_BATCH
 
 
 def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> tuple[Decision, Policy]:

@@ -33,6 +33,11 @@ class Moment:
         times = max(self.layers.values(), default=0) if prefix is None else self.layers[prefix]
         return times * value.num_bytes // value.num_layers
 
+    def at_best(self) -> "Moment":
+        """The moment if XLA frees what a layer has saved before its own gradient's peak."""
+        own = next((prefix for prefix in [*self.layers][::-1] if self.layers[prefix]), None)
+        return self if own is None else replace(self, layers={**self.layers, own: self.layers[own] - 1})
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Moment
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import MemoryMap
@@ -31,9 +32,7 @@ _VIEWS = frozenset({"bitcast", "get-tuple-element", "tuple", "parameter"})
 _CHECKPOINTED = re.compile(r"(.*?)/(?:checkpoint|rematted_computation|remat2)(?:/|$)")
 
 
-def moments_of(
-    done: Compilation, kinds: Sequence[tuple[str, int]] = (("", 1),)
-) -> Callable[[frozenset[str]], tuple[Moment, ...]]:
+def moments_of(done: Compilation, kinds: Sequence[EqualLayers]) -> Callable[[frozenset[str]], tuple[Moment, ...]]:
     """A function from names of operations to the moments of a step that runs these once.
 
     A name is a module path with an operation or a checkpoint name, such as `mlp/up/dot_general` or `mlp_out`, behind the prefix
@@ -41,7 +40,7 @@ def moments_of(
 
     Args:
         done: a compiled step whose dump was read. The memory map is read when the function is called first.
-        kinds: the prefix of the names of each kind of layers, in the program's order, and how many layers it has.
+        kinds: the layers by kind, in the program's order.
     """
     timeline = functools.cache(lambda: _timeline(done.memory_map, done.module, kinds))
     return functools.cache(lambda gone: tuple(timeline().moments(gone, done.memory.total_bytes)))
@@ -110,7 +109,7 @@ class _Timeline:
         return change.cumsum()[: self.num_positions]
 
 
-def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[tuple[str, int]]) -> _Timeline:
+def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[EqualLayers]) -> _Timeline:
     arenas = {allocation.number for allocation in map.allocations if allocation.kind == "temp"}
     buffers = [buffer for buffer in map.buffers if buffer.allocation in arenas and buffer.num_bytes]
     recomputed, made, positions_of_others = defaultdict[str, list[int]](list), defaultdict[int, set[str]](set), set[int]()
@@ -129,12 +128,13 @@ def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[tuple[str, int
             positions_of_others.add(buffer.first)
         if operation.op_name.endswith("/dynamic_slice"):
             slices.append(_Slice(n, tuple(position for position in readers[operation.name] if position <= buffer.last)))
-    alive = {prefix: np.zeros(len(map.program), np.int64) for prefix, _ in kinds}
-    for prefix, num_layers in kinds:
-        found = windows[prefix]
-        each = found if len(found) == num_layers else [(min(w[0] for w in found), 0, max(w[2] for w in found))] * num_layers
+    alive = {kind.prefix: np.zeros(len(map.program), np.int64) for kind in kinds}
+    for kind in kinds:
+        found, num_layers = windows[kind.prefix], kind.num_layers
+        is_by_layer = len(found) == num_layers and not kind.layer.in_scan
+        each = found if is_by_layer else [(min(w[0] for w in found), 0, max(w[2] for w in found))] * num_layers
         for start, _, end in each:
-            alive[prefix][start : end + 1] += 1
+            alive[kind.prefix][start : end + 1] += 1
     return _Timeline(
         num_positions=len(map.program),
         first=np.array([buffer.first for buffer in buffers], np.int64),
@@ -147,7 +147,7 @@ def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[tuple[str, int
     )
 
 
-def _windows(map: MemoryMap, kinds: Sequence[tuple[str, int]]) -> dict[str, list[tuple[int, int, int]]]:
+def _windows(map: MemoryMap, kinds: Sequence[EqualLayers]) -> dict[str, list[tuple[int, int, int]]]:
     """Where each layer or scan begins, and where its gradient begins and ends, by kind.
 
     A kind that can't be told from others by the scopes of its layers has what it saves in memory all the time.
@@ -175,10 +175,10 @@ def _windows(map: MemoryMap, kinds: Sequence[tuple[str, int]]) -> dict[str, list
         by_kind[re.sub(r"_?\d*\)*$", "", own.rpartition("(")[2])].append((next(begins, 0), first, last))
     everywhere = [(0, 0, runs[-1][2] if runs else len(map.program) - 1)]
     if len(kinds) == 1:
-        return {kinds[0][0]: [window for found in by_kind.values() for window in found] or everywhere}
-    named = {prefix: by_kind.get(re.sub(r"_?\d*/$", "", prefix), everywhere) for prefix, _ in kinds}
+        return {kinds[0].prefix: [window for found in by_kind.values() for window in found] or everywhere}
+    named = {kind.prefix: by_kind.get(re.sub(r"_?\d*/$", "", kind.prefix), everywhere) for kind in kinds}
     if everywhere in named.values() and len(by_kind) == len(kinds):  # the gradient runs from the last kind to the first
-        return {prefix: found for (prefix, _), found in zip(kinds, [*by_kind.values()][::-1], strict=True)}
+        return {kind.prefix: found for kind, found in zip(kinds, [*by_kind.values()][::-1], strict=True)}
     return named
 
 
