@@ -105,7 +105,7 @@ def _by_parts(function: Callable[..., Sequence[jax.Array]], arrays: Sequence[jax
     return jax.lax.fori_loop(0, count, part, list(arrays))
 
 
-def _num_parts(shape: tuple[int, ...]) -> int:
+def _num_parts(shape: Sequence[int]) -> int:
     """The fewest parts of the first axis of at most `PART_SIZE` values each."""
     is_cut = len(_merged(shape)) > 1 and (len(shape) > 2 or jax.sharding.get_abstract_mesh().empty)
     enough = (n for n in range(1, shape[0] + 1) if shape[0] % n == 0 and math.prod(shape) <= n * PART_SIZE)
@@ -158,7 +158,7 @@ def _top(dtype: Any) -> int:
     return jnp.iinfo(dtype).bits - (2 if jnp.issubdtype(dtype, jnp.signedinteger) else 1)
 
 
-def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _merged(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape whose last axes are merged until a block fits in."""
     first = next((n for n in range(len(shape) - 1, 0, -1) if math.prod(shape[n:]) >= BLOCK), 0)
     return (*shape[:first], math.prod(shape[first:]))
