@@ -134,7 +134,7 @@ class ModelConfig:
     scale_embeddings: bool = _help(False, "multiply embeddings by sqrt(embed_dim) (Gemma)")
     lora: str = _help(
         "",
-        "LoRA adapters, which alone are trained, of linear layers such as query, wi_* or q_proj: all by default",
+        "LoRA adapters, which alone are trained, of linear layers such as query, `wi_*` or q_proj: all by default",
         "RANK[:PATTERNS]",
         "none",
     )
