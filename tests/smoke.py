@@ -99,7 +99,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import jaxremat
 for module in pkgutil.walk_packages(jaxremat.__path__, "jaxremat."):
-    importlib.import_module(module.name)
+    if module.name != "jaxremat.pytest_plugin":  # which pytest alone imports
+        importlib.import_module(module.name)
 from jaxremat.cli.run import main
 sys.exit(main(sys.argv[2:]))
 """
