@@ -127,5 +127,5 @@ def test_a_revision_is_compared_with_the_working_tree(
     (changed,) = (row for row in rows if row["record"] == "step")
     assert changed["total_bytes"][1] > changed["total_bytes"][0]
     grown = {row["label"]: row["num_bytes"] for row in rows if row["record"] == "peak"}
-    assert grown["w"] == [64, 4 * 2**20]
+    assert grown["state.params['w']"] == [64, 4 * 2**20]
     assert not subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout.count("\n") > 1

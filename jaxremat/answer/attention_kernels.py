@@ -101,7 +101,7 @@ def _in_shard_map(
     shapes = {n: jax.ShapeDtypeStruct((times, *of_inner[atom].shape), of_inner[atom].dtype) for atom, n in saved.items()}
     outputs = tuple(saved[atom] for atom in kernel.outputs if atom in saved)
     return (
-        AttentionKernel(kernel.eqn, equation.inputs, outputs, equation.name_stack + kernel.name_stack, times),
+        AttentionKernel(kernel.eqn, equation.inputs, outputs, equation.name_stack + kernel.name_stack, times=times),
         same,
         shapes,
     )
