@@ -254,13 +254,13 @@ def _missing(key: str, places: tuple[str, str], now: Baseline, baselines: Baseli
 
 def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -> str:
     """The message of a test whose step grew: by how much, in which buffers, and what else is different."""
-    from jaxremat.units import gib
+    from jaxremat.units import gib, signed_gib
 
     lines = [f"{key}: the step takes more memory on {places[1]} than its baseline, with {places[0]}"]
     for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
         if after != was:
             share = f" ({(after - was) / was:+.1%})" if was else ""
-            lines.append(f"  {where}: {gib(was)} became {gib(after)}, {_signed(after - was)}{share}")
+            lines.append(f"  {where}: {gib(was)} became {gib(after)}, {signed_gib(after - was)}{share}")
     former = {(one.category, one.label): one.num_bytes for one in before.at_peak}
     changes = [(one.num_bytes - former.get((one.category, one.label), 0), one) for one in now.at_peak]
     grown = sorted((change for change in changes if change[0] > 0), key=lambda change: -change[0])
@@ -268,7 +268,7 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -
     for growth, one in grown[:_NUM_SHOWN]:
         was = former.get((one.category, one.label))
         words = (one.category, one.label, one.source, "new" if was is None else f"{gib(was)} became {gib(one.num_bytes)}")
-        lines.append(f"  {_signed(growth):>12}  {'  '.join(word for word in words if word)}")
+        lines.append(f"  {signed_gib(growth):>12}  {'  '.join(word for word in words if word)}")
     if len(grown) > _NUM_SHOWN:
         lines.append(f"  and {len(grown) - _NUM_SHOWN} more")
     others = [
@@ -278,9 +278,3 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -
     ]
     lines += [f"Other versions: {', '.join(others)}"] if others else []
     return "\n".join([*lines, f"Next: {_UPDATE}, if this is meant"])
-
-
-def _signed(num_bytes: int) -> str:
-    from jaxremat.units import gib
-
-    return f"{'+' if num_bytes >= 0 else '-'}{gib(abs(num_bytes))}"

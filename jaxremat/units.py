@@ -19,6 +19,11 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.{2 if abs(num_bytes) >= 2**30 else 3}f} GiB"
 
 
+def signed_gib(num_bytes: int) -> str:
+    """A difference of bytes as text in GiB, with its sign: `+0.123 GiB`."""
+    return f"{'+' if num_bytes >= 0 else '-'}{gib(abs(num_bytes))}"
+
+
 def percent_up(share: float) -> str:
     """A share that something is at most, rounded up to a tenth of a percent: `0.5%` for 0.0043."""
     return f"{math.ceil(1e3 * share) / 10:.1f}%"

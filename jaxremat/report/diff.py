@@ -6,7 +6,7 @@ from rich.console import RenderableType
 
 from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.difference import Changes, PeakChange
-from jaxremat.units import gib
+from jaxremat.units import signed_gib
 
 
 def changes_report(changes: Changes, num_rows: int) -> Iterator[RenderableType]:
@@ -55,13 +55,13 @@ def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int) -> Render
             change.category,
             change.label or "-",
             *map(gib_number, change.num_bytes),
-            _signed(change.num_bytes[1] - change.num_bytes[0]),
+            signed_gib(change.num_bytes[1] - change.num_bytes[0]).removesuffix(" GiB"),
         )
         for change in found[:num_rows]
     ]
     if rest := found[num_rows:]:
         difference = sum(change.num_bytes[1] - change.num_bytes[0] for change in rest)
-        rows.append((f"{len(rest)} more", "", "", "", _signed(difference)))
+        rows.append((f"{len(rest)} more", "", "", "", signed_gib(difference).removesuffix(" GiB")))
     return list_table(f"who holds the peak: {step}", ("category", "name", "GiB before", "after", "change"), rows, left=2)
 
 
@@ -71,7 +71,3 @@ def _pair(pair: tuple[float | None, float | None], shown: Callable[..., str]) ->
     if before is None or after is None:
         return shown(after), "-"
     return shown(after), f"{after / before - 1:+.2%}" if before else "-"
-
-
-def _signed(num_bytes: int) -> str:
-    return f"{'+' if num_bytes >= 0 else '-'}{gib(abs(num_bytes)).removesuffix(' GiB')}"
