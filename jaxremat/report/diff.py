@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import RenderableType
 
 from jaxremat.report.table import counted, gib_number, list_table, number
-from jaxremat.trial.difference import Changes, PeakChange
+from jaxremat.trial.difference import Changes, PeakChange, StepChange
 from jaxremat.units import signed_gib
 
 
@@ -20,18 +20,15 @@ def changes_report(changes: Changes, num_rows: int) -> Iterator[RenderableType]:
         each = (f"{name} {before or '-'} became {after or '-'}" for name, (before, after) in changes.versions.items())
         yield f"Versions: {', '.join(each)}."
     if changed := [step for step in changes.steps if step.differs]:
-        columns = ("step", "GiB", "change", "TFLOP", "change", "predicted ms", "change", "largest batch")
-        rows = [
-            (
-                step.step,
-                *_pair(step.total_bytes, gib_number),
-                *_pair(step.executed_flops, lambda flops: number(flops, 2, 1e12)),
-                *_pair(step.step_s, lambda seconds: number(seconds, 1, 1e-3)),
-                " to ".join(map(str, dict.fromkeys(step.largest_batch))).replace("None", "-"),
-            )
-            for step in changed
-        ]
-        yield list_table("what changed", columns, rows)
+        cells: dict[str, Callable[[StepChange], str]] = {
+            "GiB": lambda step: _pair(step.total_bytes, gib_number),
+            "TFLOP": lambda step: _pair(step.executed_flops, lambda flops: number(flops, 2, 1e12)),
+            "predicted ms": lambda step: _pair(step.step_s, lambda seconds: number(seconds, 1, 1e-3)),
+            "largest batch": lambda step: _pair(step.largest_batch, number),
+        }
+        known = {title: cell for title, cell in cells.items() if any(cell(step) != "-" for step in changed)}
+        rows = [(step.step, *(cell(step) for cell in known.values())) for step in changed]
+        yield list_table("what changed", ("step", *known), rows)
     if changes.at_peak:
         by_step: dict[str, list[PeakChange]] = {}
         for change in changes.at_peak:
@@ -65,9 +62,9 @@ def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int) -> Render
     return list_table(f"who holds the peak: {step}", ("category", "name", "GiB before", "after", "change"), rows, left=2)
 
 
-def _pair(pair: tuple[float | None, float | None], shown: Callable[..., str]) -> tuple[str, str]:
-    """The second number, and by how much it is above the first."""
+def _pair(pair: tuple[float | None, float | None], shown: Callable[..., str]) -> str:
+    """The second number, and by how much it is above the first: `3.00 (+50.0%)`."""
     before, after = pair
-    if before is None or after is None:
-        return shown(after), "-"
-    return shown(after), f"{after / before - 1:+.2%}" if before else "-"
+    if before is None or after is None or not before:
+        return " to ".join(dict.fromkeys(map(shown, pair)))
+    return shown(after) + (f" ({after / before - 1:+.1%})" if after != before else "")
