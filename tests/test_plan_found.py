@@ -137,6 +137,7 @@ def test_what_a_plan_saves_of_one_kind_is_recomputed_in_the_other(h100):
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_two_kinds_share_one_budget(h100):
     """At rising budgets: the plan fits, no named policy that fits is faster, and it is never slower with more."""
     run = run_of(translation(), h100)
