@@ -53,10 +53,7 @@ def translation(encoder_layers: int = 4, decoder_layers: int = 2) -> Workload:
 
     layer = {"up": shape(DECODER, 2 * DECODER), "down": shape(2 * DECODER, DECODER), "cross": shape(ENCODER, DECODER)}
     params = {
-        "encoder": {
-            "up": shape(encoder_layers, ENCODER, ENCODER),
-            "down": shape(encoder_layers, ENCODER, ENCODER),
-        },
+        "encoder": {"up": shape(encoder_layers, ENCODER, ENCODER), "down": shape(encoder_layers, ENCODER, ENCODER)},
         "decoder": [layer] * decoder_layers,
     }
     batch = {"source": shape(ROWS, ENCODER), "target": shape(ROWS, DECODER)}

@@ -213,11 +213,7 @@ def test_interrupted(h100, tmp_path):
     path = tmp_path / "rows.jsonl"
     argv = f"{SMALL} --target h100-80gb --policy nothing --batch 1,2,3,4,5,6,7,8 --out {path}"
     process = subprocess.Popen(
-        [*COMMAND, *argv.split()],
-        env=bare_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*COMMAND, *argv.split()], env=bare_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
     while not (path.exists() and path.read_text()) and process.poll() is None and time.monotonic() < deadline:
