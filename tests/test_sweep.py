@@ -61,7 +61,7 @@ def trials(line: str) -> list[SweepTrial]:
 def swept(tmp_path_factory, h100) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A search that finds its batch, and a policy that names no tensor of the model; the environment is a bare one."""
     path = tmp_path_factory.mktemp("sweep") / "rows.jsonl"
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
     command = [sys.executable, "-m", "jaxremat", "sweep", *REAL, "--out", str(path), "--csv", str(path.with_suffix(".csv"))]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment), path
 
