@@ -194,8 +194,8 @@ def compiled(case: Case, say: Callable[[Row], None]) -> None:
     limit below its total.
     """
     from jaxremat.answer.records import answer_largest
-    from jaxremat.planner.compiles import Compiles
     from jaxremat.policy.grammar import parse
+    from jaxremat.search.compiles import Compiles
     from jaxremat.session.session import Session
     from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 
