@@ -119,6 +119,9 @@ def test_recompute_is_counted_from_the_compiled_none(kind, h100):
         without = executed_flops(trials.compile(NONE, row.batch).module).total
         assert row.recompute_overhead_percent == pytest.approx(100 * (number(row.executed_flops) / without - 1), abs=0.05)
         assert 1 < number(row.recompute_overhead_percent) < 100
+        assert row.kept is not None
+        again = sum(some.flops_again for some in row.kept.again)
+        assert number(row.executed_flops) - again == pytest.approx(without, rel=0.002), "so it is counted where `none` isn't compiled"
 
 
 @pytest.mark.full

@@ -58,6 +58,9 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
     If neither is true, or the result is more than the step itself executes, `none` is compiled at `batch`. So it is at batch 1:
     XLA turns matmuls of one row into reductions, which don't count.
 
+    Where the compiler takes minutes for a step, as a TPU's does, `none` isn't compiled for the count. The recomputed operations
+    that are in the compiled step are subtracted from what it executes.
+
     Args:
         trials: the trials that the step is one of.
         policy: the policy of the step.
@@ -65,8 +68,8 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
         compilation: the compiled step under `policy`.
 
     Returns:
-        None where XLA rejects the step under `none`, or would compile it for minutes, where each device of a mesh executes more
-        than its share in it, and for a whole step that has checkpoints.
+        None where XLA rejects the step under `none`, where each device of a mesh executes more than its share in it, and for a
+        whole step that has checkpoints.
     """
     executed = executed_flops(compilation.module).total
     if batch in (known := trials.of(NONE).flops):  # of another process
@@ -75,17 +78,20 @@ def base_flops(trials: "Trials", policy: Policy, batch: int, compilation: Compil
         return None if saved_and_recomputed(compilation).num_checkpoints else executed
     if policy == NONE and not trials.xla_remat:
         if shared := _shared_file(trials, batch):
-            write_whole(shared, json.dumps(_of_device(trials, batch, compilation)))
+            write_whole(shared, json.dumps(_of_device(trials, batch, executed)))
         return executed
     first = min(trials.of(policy).compiled)
     trials = replace(trials, xla_remat=False, keep_dump=False, options={})
     if batch in (compiled := trials.of(NONE).compiled):
-        return _of_device(trials, batch, compiled[batch])
+        return _of_device(trials, batch, executed_flops(compiled[batch].module).total)
+    if trials.speaks_early:  # there a whole compile takes minutes
+        again = sum(some.flops_again for some in saved_and_recomputed(compilation).again)
+        return _of_device(trials, batch, executed - again)
     trials = trials.with_layout("loop")
     if batch == 1:
         return _flops_under_none(trials, batch)
     for known_batch, done in trials.of(NONE).compiled.items():
-        trials.of(NONE).flops.setdefault(known_batch, _of_device(trials, known_batch, done))
+        trials.of(NONE).flops.setdefault(known_batch, _of_device(trials, known_batch, executed_flops(done.module).total))
     others = [known for known in trials.of(NONE).flops if known > 1] or [first if first > 1 else batch]
     near = min(others, key=lambda known: abs(known - batch))
     at_near = _flops_under_none(trials, near)
@@ -106,11 +112,12 @@ def _flops_under_none(trials: "Trials", batch: int) -> int | None:
     shared = _shared_file(trials, batch)
     if shared and shared.exists():
         return steps.flops.setdefault(batch, json.loads(shared.read_text()))
-    if batch not in steps.compiled and not trials.speaks_early:  # there a whole compile takes minutes
+    if batch not in steps.compiled:
         trials.on_base(batch)
         with contextlib.suppress(CompileError):
             steps.done[batch] = trials.compile_anew(NONE, batch, suggest=False)
-    flops = _of_device(trials, batch, steps.compiled[batch]) if batch in steps.compiled else None
+    done = steps.compiled.get(batch)
+    flops = _of_device(trials, batch, executed_flops(done.module).total) if done else None
     if shared:
         write_whole(shared, json.dumps(flops))
     return steps.flops.setdefault(batch, flops)
@@ -142,9 +149,9 @@ def _at_other_batch(trials: "Trials", near: int, executed: int, batch: int) -> i
     return executed * samples // samples_near if executed and is_proportional else None
 
 
-def _of_device(trials: "Trials", batch: int, done: Compilation) -> int | None:
-    """FLOPs that a device executes. None where that is more than its share of what JAX traced."""
-    executed, num_devices = executed_flops(done.module).total, trials.target.mesh_shape.num_devices
+def _of_device(trials: "Trials", batch: int, executed: int) -> int | None:
+    """The FLOPs that a device executes. None where they are more than its share of what JAX traced."""
+    num_devices = trials.target.mesh_shape.num_devices
     is_more = num_devices > 1 and executed * num_devices > MORE * traced_flops(trials, batch)
     return None if is_more else executed
 
