@@ -51,7 +51,7 @@ DEFAULT_SIZE = "2GiB"
 SINCE = "JAXREMAT_COMPILED_SINCE"
 #: Part of each key. Another number makes all files that are there unused.
 _FORMAT = 1
-#: Variables of the environment that change what XLA compiles, or which libraries it finds.
+#: Variables of the environment that change what XLA compiles, or which libraries it finds. `TF_CLI_...` are of Terraform.
 _VARIABLE = re.compile(rf"({VARIABLES}|TF|XLA)_(?!CLI_)\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 #: Those among them that only change what XLA prints, or what it does with a device.
 _OF_PRINTS_OR_DEVICES = re.compile(rf"TF_CPP_\w+|XLA_(PYTHON_)?CLIENT_\w+|{DEVICE_VARIABLES}")
