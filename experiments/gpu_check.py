@@ -56,7 +56,6 @@ from jaxremat.report.table import gib_number
 Part = Literal["bytes", "speed", "mfu", "profile", "peer"]
 #: By part, its share of the time.
 SHARES: dict[Part, float] = {"bytes": 0.2, "speed": 0.31, "mfu": 0.13, "profile": 0.07, "peer": 0.29}
-#: `none` comes first: the recomputation of the others is counted from it.
 POLICIES = ("none", "nothing", "dots+attention")
 SIZES = (Size("gpt2", (4, 16), "full"), Size("llama3.2-1b", (2,), "chunked"))
 _LLAMA = ("--positions", "rope", "--norm", "rmsnorm", "--mlp", "swiglu", "--use-bias", "False")

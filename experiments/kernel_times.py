@@ -41,6 +41,8 @@ LEAST_SHARE = 0.002
 PLOTS = RESULTS.parent.parent / "docs"
 #: Elements that a thread of today's XLA writes where a loop updates a slice.
 ELEMENTS_PER_THREAD = 4
+#: Bytes from which the bandwidth decides how long a collective takes. The latency of a smaller one varies between runs.
+LARGE_MESSAGE = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,12 @@ def rows_around() -> Iterator[Row]:
             },
         }
         for name, some in tables.items():
-            off = [_from_around(table, point) / value - 1 for table in some for point, value in table.items()]
-            yield _off(f"{generation}, {name}", [value for value in off if not math.isnan(value)])
+            off = [(point[0], _from_around(table, point) / value - 1) for table in some for point, value in table.items()]
+            if name in kinds:
+                yield _off(f"{generation}, {name}, under 4 MiB", (one for size, one in off if size < LARGE_MESSAGE))
+                yield _off(f"{generation}, {name}, from 4 MiB", (one for size, one in off if size >= LARGE_MESSAGE))
+            else:
+                yield _off(f"{generation}, {name}", (one for _, one in off))
 
 
 def _from_around(table: Mapping[tuple[int, ...], float], point: tuple[int, ...]) -> float:
@@ -272,7 +278,8 @@ def kernels_of_devices() -> Iterator[Row]:
         )
 
 
-def _off(of: str, off: Sequence[float]) -> Row:
+def _off(of: str, values: Iterable[float]) -> Row:
+    off = [value for value in values if not math.isnan(value)]
     return {"of": of, "num_rows": len(off), "median_off": median(map(abs, off)), "most_off": max(off, key=abs)}
 
 

@@ -5,10 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.mesh.sharding import tracing_on
 from jaxremat.model.decoder_workload import decoder_factory
+from jaxremat.policy.spec import NONE
+from jaxremat.step.step import abstract_args, make_step
 from jaxremat.trial.trials import Trials
+from jaxremat.xla.flops import count_step_flops
 from tests.helpers import LLAMA
 
 #: Its kernels are larger than what each device would hold whole.
@@ -24,6 +30,13 @@ SMALL = (
 def make_run(target: Target, model: ModelConfig = MODEL, train: TrainConfig = TRAIN, budget_bytes: int = 2**40) -> Trials:
     """A run of the decoder with cuDNN's attention."""
     return Trials(decoder_factory(model, "cudnn"), train, target, budget_bytes)
+
+
+def traced_flops(run: Trials, batch: int) -> int:
+    """FLOPs that JAX requests in the step under `none` on all devices, counted in its jaxpr."""
+    workload, train = run.workload_of(batch), run.train_at(batch)
+    with tracing_on(run.target.mesh):
+        return count_step_flops(jax.make_jaxpr(make_step(workload, train, NONE))(*abstract_args(workload, train))).total
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class Entrant:
 
     @property
     def num_compiles(self) -> int:
-        return sum(len(steps.requested) for steps in self.trials.steps.values()) if self.trials else 0
+        return sum(len(steps.done) for steps in self.trials.steps.values()) if self.trials else 0
 
 
 @dataclass(frozen=True)

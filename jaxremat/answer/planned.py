@@ -279,7 +279,7 @@ class _Compiles:
         """A plan with the trials of its step."""
         answer = found if isinstance(found, Plan) else found.least
         trials = self.trials.with_loss(answer.loss)
-        num_compiles = max(len(self.log), len(trials.of(answer.policy).requested))
+        num_compiles = max(len(self.log), len(trials.of(answer.policy).done))
         return Planned(_of_whole_steps(found, trials), trials, self.layers_at(answer.batch)[1], num_compiles)
 
 

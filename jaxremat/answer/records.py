@@ -259,7 +259,7 @@ def answer_largest(
             budget_bytes=trials.budget_bytes,
             budget_terms=trials.budget_terms,
             **(picked(row, "step_s step_source tokens_per_s samples_per_s") if row else {}),
-            num_compiles=len(steps.requested),
+            num_compiles=len(steps.done),
             versions=versions(),
         )
     )

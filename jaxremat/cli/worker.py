@@ -21,7 +21,6 @@ from jaxremat.cli.command import set_up_process
 from jaxremat.cli.machine.blame import OUT_OF_HOST_MEMORY
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.policy.offload import only_our_compiles
-from jaxremat.policy.spec import NONE
 from jaxremat.session.flags import ModelFlags, RunFlags, TrainFlags
 from jaxremat.session.request import Request, check_run
 from jaxremat.session.session import Session, note
@@ -115,8 +114,6 @@ def _measure(request: Request, trial: TrialRecord) -> TrialRecord:
         on_step=lambda batch, number: _show(f"batch {batch}, step {number}"),
     )
     trials, policy = session.trials.with_layout(trial.layout), parse(trial.policy)
-    if trial.total_bytes is not None:
-        trials.of(NONE).flops[trial.batch] = trial.base_flops
     return trials.record(policy, trial.batch, requested=trial.requested_policy, anyway=True)
 
 

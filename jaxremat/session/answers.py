@@ -75,7 +75,6 @@ def answer_policy(
     trials = replace(
         trials_of(session, requested, listener.note),
         on_compile=lambda _, batch: listener.progress(compile_text(what, compiles.next(), f"batch {batch}")),
-        on_base=lambda batch: listener.progress(f"{what}: its recomputation is counted from none, batch {batch}"),
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
     if batches := batches_of(session, requested):

@@ -19,7 +19,7 @@ from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
-from jaxremat.xla.recomputed import saved_and_recomputed
+from jaxremat.xla.recomputed import recomputed_flops, saved_and_recomputed
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
@@ -77,7 +77,7 @@ class About:
             xla_preset=trials.xla_preset,
             disabled_pass=done.disabled_pass if done else None,
             budget_bytes=trials.budget_bytes,
-            num_compiles=len(steps.requested) if self.num_compiles is None else self.num_compiles,
+            num_compiles=len(steps.done) if self.num_compiles is None else self.num_compiles,
             config=config_of(trials, batch),
             xla_flags=os.environ.get("XLA_FLAGS"),
             versions=versions(),
@@ -113,14 +113,13 @@ def too_large_row(about: About, compilation: Compilation) -> TrialRecord:
     )
 
 
-def row_of(about: About, compilation: Compilation, timing: StepTiming | None = None, base: int | None = None) -> TrialRecord:
+def row_of(about: About, compilation: Compilation, timing: StepTiming | None = None) -> TrialRecord:
     """The row of a compiled step.
 
     Args:
         about: what the row is about.
         compilation: the compiled step.
         timing: what running the step took. None where it wasn't run.
-        base: the FLOPs that a device executes under `none`. None where they aren't known.
     """
     trials, batch, memory = about.trials, about.batch, compilation.memory
     target, speed, num_devices = trials.target, trials.target.speed, trials.target.mesh_shape.num_devices
@@ -129,14 +128,15 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     workload, accumulate = trials.workload_of(batch), trials.train_at(batch).accumulate
     of_all = workload.model_flops, workload.num_tokens, trials.samples_at(batch)
     flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
-    flops = base if flops is None else flops
-    needed = flops if workload.num_trained is None else base
     peak = timing.peak_bytes if timing else None
     outside = timing.outside if timing else None
-    executed = executed_flops(compilation.module).total
     arguments = trials.arguments_on_mesh(batch)
     found = findings(compilation, about.requested, about.policy, trials.remedies, arguments=arguments)
-    has_its_share = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
+    counted, executed = saved_and_recomputed(compilation), executed_flops(compilation.module).total
+    has_base = about.kind == "trial" and all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
+    base = executed - recomputed_flops(compilation, counted) if has_base else None
+    flops = base if flops is None else flops
+    needed = flops if workload.num_trained is None else base
     return TrialRecord(
         **about.fields(),
         **picked(memory, _OF_MEMORY),
@@ -161,7 +161,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         model_flops=None if flops is None else round(flops),
         executed_flops=executed,
         base_flops=base,
-        recompute_overhead_percent=100 * (executed / base - 1) if base and has_its_share else None,
+        recompute_overhead_percent=100 * (executed / base - 1) if base else None,
         mfu=_share_of_peak(needed, step_s, compilation, speed),
         full_training_mfu=None if needed is flops else _share_of_peak(flops, step_s, compilation, speed),
         predicted=predicted,
@@ -172,7 +172,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         if trials.xla_remat or trials.speaks_early  # there the pass is part of what XLA says
         else remat_limit(memory, trials.pool_bytes),
         findings=found,
-        kept=saved_and_recomputed(compilation),
+        kept=counted,
     )
 
 

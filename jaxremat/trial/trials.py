@@ -21,11 +21,10 @@ from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
-from jaxremat.policy.spec import NONE, Policy
+from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, state_and_argument_bytes, step_shardings
-from jaxremat.trial.base import base_flops
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord
 from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of, too_large_row
@@ -45,16 +44,12 @@ class Steps:
     Attributes:
         policy: the policy.
         done: the compiled step, or why XLA rejected it.
-        requested: the batches of an answer. The others were compiled to count what is recomputed.
         early: the bytes that XLA says early, where it does (`Trials.early_bytes`).
-        flops: of steps under `none`, the FLOPs that a device executes. None where they don't count (`trial/base.py`).
     """
 
     policy: Policy
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
-    requested: set[int] = field(default_factory=set)
     early: dict[int, int] = field(default_factory=dict)
-    flops: dict[int, int | None] = field(default_factory=dict)
 
     @property
     def compiled(self) -> dict[int, Compilation]:
@@ -86,7 +81,6 @@ class Trials:
         before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
         on_compile: called before each compile with the policy and the batch.
-        on_base: called with the batch before a step is compiled under `none`, from which recomputation is counted.
         on_step: called before each measured step with the batch and the number of the step, from 0.
     """
 
@@ -109,7 +103,6 @@ class Trials:
     before: Reading | None = None
     steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)
     on_compile: Callable[[Policy, int], None] = lambda policy, batch: None
-    on_base: Callable[[int], None] = lambda batch: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
 
     # What the trials are of.
@@ -266,13 +259,8 @@ class Trials:
         return self.steps.setdefault((*made, *how), Steps(policy))
 
     def forget(self) -> None:
-        """Frees the compiled steps, but for those under `none`.
-
-        The recomputation of all policies is counted from those.
-        """
-        for key, steps in [*self.steps.items()]:
-            if steps.policy != NONE:
-                del self.steps[key]
+        """Frees the compiled steps."""
+        self.steps.clear()
 
     def compile(self, policy: Policy, batch: int) -> Compilation:
         """The step of `policy` compiled at `batch`.
@@ -281,7 +269,6 @@ class Trials:
             CompileError: XLA rejected it.
         """
         steps = self.of(policy)
-        steps.requested.add(batch)
         done = steps.done.get(batch)
         has_no_dump = isinstance(done, Compilation) and done.dump is None and not done.is_too_large
         if done is None or (self.keep_dump and has_no_dump):
@@ -406,9 +393,7 @@ class Trials:
                 found = error_kind(error)
                 ran: Outcome = "oom" if found == "oom" else "crashed"
                 return dataclasses.replace(row_of(about, compilation), ran=ran, error=first_line(error), error_kind=found)
-        # Only now, as a compile may raise the mark of a GPU's allocator.
-        base = base_flops(self, policy, batch, compilation) if kind == "trial" else None
-        return row_of(about, compilation, timing, base)
+        return row_of(about, compilation, timing)
 
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device.

@@ -172,8 +172,9 @@ def _constraints_elsewhere(facts: LintInput) -> Iterator[Finding]:
 
 
 def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
-    names, typed = sorted(facts.traced.names), facts.policy.names(typed=True) if facts.policy else ()
-    for name in sorted(facts.traced.policy_names.union(typed).difference(names)):
+    names, policy = sorted(facts.traced.names), facts.policy or OWN
+    typed, of_presets = policy.names(typed=True), {*policy.names()}.difference(policy.names(typed=True))
+    for name in sorted(facts.traced.policy_names.union(typed).difference(names, of_presets)):
         near = difflib.get_close_matches(name, names, 1)
         yield Finding(
             "unmatched-name",

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, instruction_flops
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, flops_counter, instruction_flops
 from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
@@ -50,6 +50,18 @@ def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
         gathered_forward_bytes=forward,
         gathered_backward_bytes=backward,
     )
+
+
+def recomputed_flops(compilation: Compilation, counted: SavedAndRecomputed) -> int:
+    """FLOPs that a device executes again: the recomputed operations, and what XLA's own rematerialization pass copied.
+
+    Under `none` the step would execute so many less. Both counts are of one program. What XLA leaves out of it or rewrites is in
+    neither: gradients that nobody reads, such as those of frozen parameters, and the padding of a convolution.
+    """
+    module = compilation.module
+    count = flops_counter(module)
+    copies = (instruction_flops(c, i, count).repeated(times) for c, i, times in hlo.executed(module) if i.is_xla_remat)
+    return sum(some.flops_again for some in counted.again) + add_flops(copies).total
 
 
 def _gathered_bytes(compilation: Compilation) -> tuple[int, int] | tuple[None, None]:

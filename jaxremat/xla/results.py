@@ -51,8 +51,8 @@ DEFAULT_SIZE = "2GiB"
 SINCE = "JAXREMAT_COMPILED_SINCE"
 #: Part of each key. Another number makes all files that are there unused.
 _FORMAT = 1
-#: Variables of the environment that change what XLA compiles, or which libraries it finds.
-_VARIABLE = re.compile(rf"({VARIABLES}|TF|XLA)_\w+|LD_LIBRARY_PATH|LD_PRELOAD")
+#: Variables of the environment that change what XLA compiles, or which libraries it finds. `TF_CLI_...` are of Terraform.
+_VARIABLE = re.compile(rf"({VARIABLES}|TF|XLA)_(?!CLI_)\w+|LD_LIBRARY_PATH|LD_PRELOAD")
 #: Those among them that only change what XLA prints, or what it does with a device.
 _OF_PRINTS_OR_DEVICES = re.compile(rf"TF_CPP_\w+|XLA_(PYTHON_)?CLIENT_\w+|{DEVICE_VARIABLES}")
 #: JAX's settings that say where a process runs, and what JAX caches of other compiles.
