@@ -127,7 +127,6 @@ EXAMPLES = {
         3 * (("at wide_resnet.py", "repeat", 1), ("at wide_resnet.py", "repeat", 2)),
         36.5,
         12,
-        ("blocks", "first", "head", "norm"),
     ),
     "evoformer": Example(
         {"num_sequences": 4, "length": 6, "num_layers": 3, "msa": 16, "pair": 16, "num_heads": 2},
@@ -155,7 +154,7 @@ EXAMPLES = {
 }
 #: The loops that aren't layers, by the example that has them.
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
-#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and two kinds of layers.
+#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and several kinds of layers.
 COMPILED = (
     "linen_unrolled",
     "nnx_transformer",
@@ -163,6 +162,7 @@ COMPILED = (
     "plain_scan",
     "encoder_batchnorm",
     "mixture_of_experts",
+    *("haiku_transformer", "graph_net", "s5", "unet", "wide_resnet", "rnn", "pinn"),
 )
 #: Compared on both lines of JAX: a framework each.
 BOTH_LINES = ("linen_unrolled", "nnx_transformer", "equinox_transformer", "plain_scan")
