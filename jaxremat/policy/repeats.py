@@ -29,9 +29,9 @@ _MUCH_BETTER = 0.8
 
 
 def find_repeat(facts: Facts, within: range, are_layers: Callable[[Sequence[range]], bool]) -> tuple[range, ...]:
-    """The layers of the most matmuls in a range of a program, for which `are_layers` holds. Empty if none repeat.
+    """The layers of the most matmuls in a range of a program, for which `are_layers` holds.
 
-    Of several such stacks, it is the one of the shortest layers.
+    Empty if none repeat. Of several such stacks, it is the one of the shortest layers.
     """
     tokens, heavy = facts.tokens[within.start : within.stop], np.concatenate([[0], np.cumsum(facts.heavy)])
     found: list[tuple[int, int, range]] = []
@@ -73,7 +73,7 @@ def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
 
 
 def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[range]:
-    """The layers, with those before and after them that differ by a few operations, or in their shapes."""
+    """The layers, with those next to them that differ by a few operations, or in shapes."""
     like = layers[0]
     lengths = range(max(1, len(like) - _MAX_DIFFERENCE), len(like) + _MAX_DIFFERENCE + 1)
     while before := _most_similar(facts, like, [range(layers[0].start - n, layers[0].start) for n in lengths], within):

@@ -67,7 +67,7 @@ class Facts:
         return int(self.heavy[place.start : place.stop].sum())
 
     def num_of_lines(self, place: range) -> int:
-        """The matmuls, convolutions and fused kernels that the lines of those in a range make, in the whole program.
+        """The `num_heavy` of all that the lines of a range's matmuls make in the program.
 
         A gradient inside a program has the lines of what it differentiates.
         """
@@ -75,7 +75,7 @@ class Facts:
         return sum(int(self.heavy[n]) for n, line in self._lines.items() if n in place or line in lines)
 
     def lines(self, place: range) -> set[str]:
-        """The lines of the user's code that make the matmuls, convolutions and fused kernels in a range of equations."""
+        """The lines of the user's code that make the matmuls in a range of equations."""
         return {self._lines[n] for n in place if self.heavy[n]}
 
     @functools.cached_property

@@ -60,7 +60,9 @@ class BackwardLoop:
 
 @dataclass(frozen=True)
 class Unordered:
-    """Checkpoints of one body of the backward pass, without barriers: nothing makes one recompute wait for another.
+    """Checkpoints of one body of the backward pass, without barriers.
+
+    Nothing makes the recompute of one wait for another.
 
     Attributes:
         source: `file:line` of the first checkpoint; may be empty.
@@ -317,7 +319,7 @@ def _unordered(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Unordered]:
 
 
 def _free_checkpoints(jaxpr: Any, outer: Place) -> Iterator[Any]:
-    """The checkpoints of a body, and of the functions that it calls, that recompute without barriers."""
+    """The checkpoints that recompute without barriers, of a body and functions it calls."""
     for place in map(outer.at, jaxpr.eqns):
         if is_checkpoint(place.eqn):
             if is_recomputing(place.eqn, place.scope) and not place.eqn.params["prevent_cse"]:
@@ -422,7 +424,7 @@ def logit_sizes(jaxpr: Any) -> frozenset[int]:
 
 
 def normalized_sizes(jaxpr: Any) -> frozenset[int]:
-    """Numbers of elements of the results of matmuls that a logarithm of summed exponentials is taken of.
+    """Sizes of results of matmuls that a logarithm of summed exponentials is taken of.
 
     A cross-entropy that is written by hand has one, and no name that says so. Scores of attention come of matmuls in batches.
     """
