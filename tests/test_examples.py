@@ -147,7 +147,7 @@ EXAMPLES = {
 }
 #: The loops that aren't layers, by the example that has them.
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
-#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and several kinds of layers.
+#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and several kinds.
 COMPILED = (
     "linen_unrolled",
     "nnx_transformer",
