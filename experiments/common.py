@@ -16,7 +16,7 @@ from rich.console import Console
 
 from jaxremat.cli.command import parse_flags, run_command
 from jaxremat.errors import UsageError, nearest
-from jaxremat.report.table import list_table
+from jaxremat.report.table import gib_number, list_table
 from jaxremat.system.files import write_whole
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FlagsT = TypeVar("FlagsT")
 #: A function from a column's name to the column's title and the function that makes a cell's text.
 Show = Callable[[str], tuple[str, Callable[[Any], str]]]
+Shown = Mapping[str, tuple[str, Callable[[Any], str]]]
 #: By part, the function that measures it, how many of its first columns are words, and its columns.
 Measures = Mapping[Any, tuple[Callable[[Any], Iterable[Any]], int, tuple[str, ...]]]
 #: A row of results: by column, what was found.
@@ -35,6 +36,17 @@ RESULTS = Path(__file__).parent / "results"
 #: Significant digits of the floats in a file of results: those of float32. Predicted and measured times have fewer.
 DIGITS = 7
 PROFILES = Path(__file__).parent / "profiles"
+#: How a policy that may be long is shown.
+SHORT_POLICY = ("policy", lambda policy: policy if len(policy) <= 24 else f"{policy[:21]}...")
+#: The title and the cells of columns that several experiments have.
+COLUMNS: Shown = {
+    "total_bytes": ("GiB", gib_number),
+    "budget_bytes": ("budget", gib_number),
+    "off_percent": ("off", "{:+.1f}%".format),
+    "tokens_per_s": ("tokens/s", "{:,.0f}".format),
+    "compile_s": ("compile s", "{:.1f}".format),
+    "num_compiles": ("compiles", str),
+}
 
 
 def set_up() -> None:
@@ -99,6 +111,11 @@ def flags_of(kind: type[FlagsT], argv: Sequence[str] | None, prog: str) -> Flags
     except UsageError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+
+
+def show_by(own: Shown) -> Show:
+    """Shows the columns of an experiment by `own`, others by `COLUMNS`, and any other as its text."""
+    return lambda column: own.get(column) or COLUMNS.get(column, (column, str))
 
 
 def run_experiment(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, run_experiment
+from experiments.common import RESULTS, SHORT_POLICY, run_experiment, show_by
 from experiments.examples import FOLDER, NAMES
 from jaxremat.report.table import gib_number
 
@@ -106,21 +106,12 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "blocks": (measure_blocks, 2, _COLUMNS),
     "examples": (measure_examples, 2, _COLUMNS),
 }
-SHOWN = {
-    "policy": ("policy", lambda policy: policy if len(policy) <= 24 else f"{policy[:21]}..."),
-    "budget_bytes": ("budget", gib_number),
-    "expected_bytes": ("expected", gib_number),
-    "total_bytes": ("GiB", gib_number),
-    "off_percent": ("off", lambda value: f"{value:+.1f}%"),
-    "num_compiles": ("compiles", str),
-}
+SHOWN = {"policy": SHORT_POLICY, "expected_bytes": ("expected", gib_number)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment(
-        "foreign_blocks", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)), ("policy",)
-    )
+    return run_experiment("foreign_blocks", Flags, argv, MEASURES, show_by(SHOWN), ("policy",))
 
 
 if __name__ == "__main__":

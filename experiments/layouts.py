@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, run_experiment
+from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.config import Layout, ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 
@@ -140,17 +140,12 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "steps": (measure_steps, 3, ("model", "policy", "layers", "total_bytes", "step_s", "tokens_per_s", "compile_s")),
     "between": (measure_between, 3, ("model", "policy", "layers", "total_bytes", "step_s", "compile_s")),
 }
-SHOWN = {
-    "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
-    "step_s": ("predicted ms", lambda value: f"{1e3 * value:.1f}"),
-    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
-    "compile_s": ("compile s", lambda value: f"{value:.1f}"),
-}
+SHOWN = {"step_s": ("predicted ms", lambda value: f"{1e3 * value:.1f}")}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment("layouts", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("layouts", Flags, argv, MEASURES, show_by(SHOWN))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def bytes_of(model: ModelConfig, train: TrainConfig, policy: str, flags: Flags) 
 def measure_loss(flags: Flags) -> list[Row]:
     """The largest batch of every policy, with the full and with the chunked loss."""
     from jaxremat.chips.target import load_target
-    from jaxremat.planner.batch import largest_batch
-    from jaxremat.planner.budget import make_budget
+    from jaxremat.search.batch import largest_batch
+    from jaxremat.search.budget import make_budget
 
     rows: list[Row] = []
     for name, param_dtype, target_name in flags.large_vocabulary:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, run_experiment
+from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.chips.catalog import PRESETS
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
@@ -109,16 +109,14 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "steps": (measure_steps, 3, ("mesh", "policy", "flags", "total_bytes", "step_s", "collective_exposed_s", "compile_s"))
 }
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
     "step_s": ("ms", lambda value: f"{1e3 * value:,.0f}"),
     "collective_exposed_s": ("waits", lambda value: f"{1e3 * value:,.0f}"),
-    "compile_s": ("compile s", lambda value: f"{value:.1f}"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Compiles, prints and writes, and returns the exit code."""
-    return run_experiment("mesh", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("mesh", Flags, argv, MEASURES, show_by(SHOWN))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, run_experiment
+from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
@@ -201,13 +201,9 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "step_s", "recompute_overhead_percent")),
 }
 SHOWN = {
-    "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),
-    "budget_bytes": ("budget", lambda value: f"{value / 2**30:.2f}"),
     "step_s": ("step ms", lambda value: f"{1e3 * value:.1f}"),
-    "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
     "loop_tokens_per_s": ("in a loop", lambda value: f"{value:,.0f}"),
     "search_s": ("seconds", lambda value: f"{value:.0f}"),
-    "num_compiles": ("compiles", str),
     "share": ("of none", lambda value: f"{value:.0%}"),
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
     "predicted_off_percent": ("off", lambda value: f"{value:+.1f}%"),
@@ -219,7 +215,7 @@ SHOWN = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment("planner", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)), ("program",))
+    return run_experiment("planner", Flags, argv, MEASURES, show_by(SHOWN), ("program",))
 
 
 if __name__ == "__main__":

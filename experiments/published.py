@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, Row, run_experiment
+from experiments.common import RESULTS, Row, run_experiment, show_by
 from jaxremat.chips.speed import SEVERAL_GPUS
 from jaxremat.chips.tpu.device import Fitted, load_tpu, tpu_names
 from jaxremat.errors import JaxrematError, UsageError
@@ -534,7 +534,6 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
 
 SECONDS = "{:.3f}".format
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "total_bytes": ("GiB", gib_number),
     "temp_bytes": ("temp", gib_number),
     "decoder_total_bytes": ("our decoder", gib_number),
     "total_gib": ("published GiB", str),
@@ -560,7 +559,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Compiles, prints and writes, and returns the exit code."""
-    return run_experiment("published", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("published", Flags, argv, MEASURES, show_by(SHOWN))
 
 
 if __name__ == "__main__":

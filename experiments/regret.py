@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, run_experiment
-from jaxremat.report.table import gib_number
+from experiments.common import RESULTS, SHORT_POLICY, run_experiment, show_by
 from jaxremat.trial.trials import Trials
 
 Part = Literal["pyramid", "blocks"]
@@ -204,20 +203,12 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     "pyramid": (measure_pyramid, 2, _COLUMNS),
     "blocks": (measure_blocks, 2, _COLUMNS),
 }
-SHOWN = {
-    "policy": ("policy", lambda policy: policy if len(policy) <= 24 else f"{policy[:21]}..."),
-    "num_choices": ("choices", str),
-    "budget_bytes": ("budget", gib_number),
-    "total_bytes": ("GiB", gib_number),
-    "off_percent": ("off", lambda value: f"{value:+.1f}%"),
-    "slower_percent": ("slower", lambda value: f"{value:.2f}%"),
-    "num_compiles": ("compiles", str),
-}
+SHOWN = {"policy": SHORT_POLICY, "num_choices": ("choices", str), "slower_percent": ("slower", "{:.2f}%".format)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the parts that the flags ask for, and returns the exit code."""
-    return run_experiment("regret", Flags, argv, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+    return run_experiment("regret", Flags, argv, MEASURES, show_by(SHOWN))
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ def measure_depth(flags: Flags) -> dict[str, Any]:
 def measure_search(flags: Flags) -> dict[str, Any]:
     """For each policy, both searches without a cache of compiles. The two searches alternate in going first."""
     from jaxremat.chips.target import load_target
-    from jaxremat.planner.batch import largest_batch
-    from jaxremat.planner.budget import make_budget
+    from jaxremat.search.batch import largest_batch
+    from jaxremat.search.budget import make_budget
 
     target, chosen = load_target(flags.target), preset(flags.model)
     train = TrainConfig(seq_len=chosen.seq_len)

@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from experiments.children import Child, Row, run_child
-from experiments.common import RESULTS, flags_of, other_parts, run_parts, set_up
+from experiments.common import RESULTS, flags_of, other_parts, run_parts, set_up, show_by
 from jaxremat.cli.command import run_command
 from jaxremat.report.table import gib_number
 from jaxremat.system.process import Deadline
@@ -194,8 +194,8 @@ def compiled(case: Case, say: Callable[[Row], None]) -> None:
     limit below its total.
     """
     from jaxremat.answer.records import answer_largest
-    from jaxremat.planner.compiles import Compiles
     from jaxremat.policy.grammar import parse
+    from jaxremat.search.compiles import Compiles
     from jaxremat.session.session import Session
     from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 
@@ -348,7 +348,6 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
     ),
 }
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "total_bytes": ("GiB", gib_number),
     "host_bytes": ("host", gib_number),
     "next_bytes": ("next", gib_number),
     "below_limit_bytes": ("limit", gib_number),
@@ -372,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
         return work(flags.case)
 
     def parts() -> int:
-        return run_parts("tpu", flags, MEASURES, lambda column: SHOWN.get(column, (column, str)))
+        return run_parts("tpu", flags, MEASURES, show_by(SHOWN))
 
     return run_command(parts, name=_PROGRAM, saved=f"the rows so far are in {flags.out}")
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from jaxremat.model.transformer import Block as Block
     from jaxremat.model.transformer import Decoder as Decoder
     from jaxremat.model.weights import load_safetensors as load_safetensors
-    from jaxremat.planner.batch import BatchSearch as BatchSearch
-    from jaxremat.planner.batch import largest_batch as largest_batch
     from jaxremat.planner.plan import Plan as Plan
     from jaxremat.planner.plan import Tried as Tried
     from jaxremat.planner.prices import Price as Price
@@ -63,6 +61,8 @@ if TYPE_CHECKING:
     from jaxremat.policy.stack import scan_layers as scan_layers
     from jaxremat.policy.with_policy import find_layers as find_layers
     from jaxremat.policy.with_policy import with_policy as with_policy
+    from jaxremat.search.batch import BatchSearch as BatchSearch
+    from jaxremat.search.batch import largest_batch as largest_batch
     from jaxremat.session.printed import Answer as Answer
     from jaxremat.session.session import Session as Session
     from jaxremat.trial.comparisons import LengthsRecord as LengthsRecord
@@ -115,7 +115,7 @@ _NAMES = {
     "policy.spec": "Every Mix Names OneIn Policy Rule",
     "policy.stack": "scan_layers",
     "policy.with_policy": "find_layers with_policy",
-    "planner.batch": "BatchSearch largest_batch",
+    "search.batch": "BatchSearch largest_batch",
     "session.printed": "Answer",
     "session.session": "Session",
     "trial.comparisons": "LengthsRecord MeshChoiceRecord RankRecord",

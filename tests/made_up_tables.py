@@ -8,12 +8,12 @@ from rich.table import Table
 
 from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
 from jaxremat.mesh.sharding import ParamSharding
-from jaxremat.planner.buckets import Bucket, Bucketed
-from jaxremat.planner.histogram import Histogram
 from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.policy.names import NamedValue
 from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, steps, sweep
 from jaxremat.report.doctor import Row
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.search.histogram import Histogram
 from jaxremat.trial.bucketed import lengths_record
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh, LargeBuffer, PlannedLayout, StateOnMesh

@@ -29,13 +29,13 @@ from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
 from jaxremat.model.decoder_workload import decoder_factory
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.printer import Printer, Report
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.session.answers import batches_of, policy_of, trials_of
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run

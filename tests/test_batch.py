@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxremat.config import divisors
-from jaxremat.planner.batch import FIRST_BATCH, GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
-from jaxremat.planner.budget import make_budget
+from jaxremat.search.batch import FIRST_BATCH, GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
+from jaxremat.search.budget import make_budget
 
 GIB = 2**30
 

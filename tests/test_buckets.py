@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.planner.buckets import granularity, make_buckets, packed_share
-from jaxremat.planner.histogram import MAX_SEQ_LEN, Histogram, histogram_of, read_histogram
+from jaxremat.search.buckets import granularity, make_buckets, packed_share
+from jaxremat.search.histogram import MAX_SEQ_LEN, Histogram, histogram_of, read_histogram
 
 PAIRS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), min_size=1, max_size=9)
 HISTOGRAMS = PAIRS.map(histogram_of)

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from jaxremat.cli import many_trials
 from jaxremat.cli.many_trials import TrialsProgress
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.report.progress import Progress, compile_text, rest_text
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import Store
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxremat.chips.target import in_pool, load_target
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import largest_batch
+from jaxremat.search.batch import largest_batch
 from jaxremat.testing import assert_fits, memory_of
 from jaxremat.units import gib, parse_bytes
 from jaxremat.xla.compile import dump_target, lower_and_compile

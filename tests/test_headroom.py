@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.planner.budget import make_budget
+from jaxremat.search.budget import make_budget
 from jaxremat.trial.headroom import (
     NO_HEADROOM,
     Headroom,

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units mesh chips config policy workload planner step xla maxtext model trial answer training report
+    errors system units mesh chips config policy workload search planner step xla maxtext model trial answer training report
     session cli
 """.split()  # noqa: SIM905
 

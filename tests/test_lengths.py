@@ -19,11 +19,11 @@ from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.output import show_heading
 from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
-from jaxremat.planner.batch import FIRST_BATCH
-from jaxremat.planner.buckets import Bucket, Bucketed
-from jaxremat.planner.histogram import Histogram
 from jaxremat.policy.grammar import parse
 from jaxremat.report.printer import Printer, Report
+from jaxremat.search.batch import FIRST_BATCH
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.search.histogram import Histogram
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.lengths import MAX_BUCKETS, at_each_length, check_lengths, first_batch
 from jaxremat.session.request import MAXTEXT, Auto, Request, RequestedPolicy

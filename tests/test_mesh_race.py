@@ -18,7 +18,6 @@ from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.decoder_workload import decoder_factory
-from jaxremat.planner.compiles import Compile
 from jaxremat.planner.plan import Plan, find_plan
 from jaxremat.planner.race import Reached, Standing, race
 from jaxremat.planner.search import Search, possible
@@ -26,6 +25,7 @@ from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.search.compiles import Compile
 from jaxremat.trial.trials import Trials
 from jaxremat.units import percent_up
 from tests.planner_formula import LAYERS, Xla, layer_at

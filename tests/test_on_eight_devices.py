@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxremat.planner.budget import make_budget
+from jaxremat.search.budget import make_budget
 
 
 @pytest.mark.full

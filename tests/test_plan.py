@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.planner.candidates import best_candidate
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.hull import lower_hull
@@ -19,6 +18,7 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
+from jaxremat.search.compiles import Compile, Compiles
 from tests.planner_formula import LAYERS, Xla, layer_at
 from tests.small_problems import solve_by_trying_all
 
@@ -389,7 +389,6 @@ def test_a_compiled_candidate_corrects_what_is_expected():
     after_a_mix = learned.learn(replace(candidate, group_size=3), 1600)
     assert not after_a_mix.allows_mixes
     assert after_a_mix.expected_beyond(layer, candidate.family, 3) == 150
-    assert after_a_mix.for_next_estimate().allows_mixes
     (family,) = learned.learn(candidate, 1400).learned_families
     assert family.beyond_bytes == -50
     assert learned.learn(candidate, 1400).expected_beyond(layer, candidate.family, 1) == 70

@@ -18,8 +18,6 @@ from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
 from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.planner.buckets import Bucket, Bucketed
-from jaxremat.planner.histogram import Histogram
 from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.report import doctor
 from jaxremat.report.doctor import Row
@@ -34,6 +32,8 @@ from jaxremat.report.sentences import attached_sentences, job_sentences, largest
 from jaxremat.report.steps import predicted_title, step_title
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.training import TrainingPrinter
+from jaxremat.search.buckets import Bucket, Bucketed
+from jaxremat.search.histogram import Histogram
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
 from jaxremat.session.session import Session

@@ -21,9 +21,9 @@ from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
 from jaxremat.chips.tpu.topology import _own_signals
 from jaxremat.errors import CompileError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
-from jaxremat.planner.batch import largest_from_above
 from jaxremat.policy.grammar import parse
 from jaxremat.report.sentences import why_not
+from jaxremat.search.batch import largest_from_above
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import check_run
 from jaxremat.session.session import Session

@@ -10,8 +10,8 @@ from experiments.common import Row, only, percent, span, where
 from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.model.flops import model_flops
 from jaxremat.model.presets import preset
-from jaxremat.planner.buckets import Bucketed, granularity, make_buckets
-from jaxremat.planner.histogram import read_histogram
+from jaxremat.search.buckets import Bucketed, granularity, make_buckets
+from jaxremat.search.histogram import read_histogram
 
 
 @claim(

@@ -26,10 +26,10 @@ from jaxremat.errors import JaxrematError
 from jaxremat.model.attention import choose_attention
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.presets import preset
-from jaxremat.planner.compiles import Compiles
 from jaxremat.planner.plan import Plan
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
+from jaxremat.search.compiles import Compiles
 from jaxremat.trial.explain import explain
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.trials import Trials

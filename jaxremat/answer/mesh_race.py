@@ -16,14 +16,14 @@ from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.planned import OnCompile, Planned, plan_bounds
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.planner.batch import GROWTH, largest_batch
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.race import Reached, Standing, race, still_running
 from jaxremat.planner.search import SMALLER, at_most
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import GROWTH, largest_batch
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib, percent_up

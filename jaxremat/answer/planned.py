@@ -9,13 +9,13 @@ from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError, UsageError
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
 from jaxremat.planner.search import Search, possible
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 

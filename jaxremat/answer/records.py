@@ -17,12 +17,12 @@ from jaxremat.answer.planned import OnCompile, Planned, plan_run
 from jaxremat.chips.installed import versions
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import FIRST_BATCH, largest_batch, largest_from_above
-from jaxremat.planner.compiles import Compiles
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.search.batch import FIRST_BATCH, largest_batch, largest_from_above
+from jaxremat.search.compiles import Compiles
 from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
 from jaxremat.trial.row import config_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jaxremat.chips.installed import versions
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import largest_batch, largest_from_above
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
+from jaxremat.search.batch import largest_batch, largest_from_above
 from jaxremat.trial.record import SuggestionRecord, TrialRecord, picked
 from jaxremat.trial.trials import Trials
 

@@ -25,8 +25,8 @@ from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import Objective, divisors
 from jaxremat.errors import DoesNotFitError, UsageError
-from jaxremat.planner.batch import MAX_BATCH
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.session.distributed import Place, any_of_all, check_alike, check_processes, is_distributed, joined
 from jaxremat.session.fields import whole_numbers
 from jaxremat.session.flags import POLICY_HELP, ProcessFlags, StepFlags, Words

@@ -1,10 +1,9 @@
-"""Chooses the batch, and what each layer saves for the backward pass.
+"""Chooses what each layer saves for the backward pass, and the batch that goes with it.
 
 No JAX, Flax or XLA is imported here.
 
 The modules, in the order in which they build on each other:
 
-* `budget.py` has the budget. `batch.py` finds the largest batch that fits it, and `buckets.py` those of several lengths.
 * `problem.py` describes one layer as data. `evaluate.py` says what a choice costs, and `solve.py` finds the best choice.
 * `hull.py` goes from one layer to a stack of equal layers. `estimate.py` has what is known about a layer.
 * `shared_budget.py` makes one layer of several kinds of layers.

@@ -141,7 +141,3 @@ class Corrections:
             family = candidate.family.with_working_set_of(candidate.decision, beyond)
             return replace(learned, learned_families=(*self.learned_families, family))
         return replace(learned, beyond_bytes={**self.beyond_bytes, candidate.group_size: beyond})
-
-    def for_next_estimate(self) -> "Corrections":
-        """What of it is valid for another estimate of the same layer: the bytes by group size."""
-        return replace(self, learned_families=(), allows_mixes=True)

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxremat.config import Objective
-from jaxremat.planner.batch import MAX_BATCH, largest_batch, most_tried
 from jaxremat.planner.candidates import named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.evaluate import evaluate
@@ -35,6 +34,7 @@ from jaxremat.planner.problem import Decision
 from jaxremat.planner.search import Place, Proposal, Search, Tried, find, possible
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import MAX_BATCH, largest_batch, most_tried
 
 _FURTHER_BYTES = tuple(2**30 << n for n in range(4))  # 1, 2, 4 and 8 GiB
 

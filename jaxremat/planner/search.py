@@ -41,7 +41,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.planner.batch import spaced
 from jaxremat.planner.candidates import best_candidate, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
@@ -51,6 +50,7 @@ from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.problem import Decision, union
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy
+from jaxremat.search.batch import spaced
 
 REFERENCE_BATCH = 8  # at which a layer's problem is made where the batch is free; other batches scale it
 _MAX_BASES = 6  # full-remat steps compiled where the batch is free, beside two for each loss

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import Progress as RichProgress
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from jaxremat.planner.compiles import Compile
 from jaxremat.report.screen import LEAST_WIDTH
+from jaxremat.search.compiles import Compile
 from jaxremat.system.interrupt import is_in_xla
 
 #: Seconds after which a pipe gets a line again, so that nobody takes a long compile for a hanging process.

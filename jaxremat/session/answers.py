@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from jaxremat.answer.planned import OnCompile, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
-from jaxremat.planner.batch import usual_first_batch
-from jaxremat.planner.compiles import Compile, Compiles
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
+from jaxremat.search.batch import usual_first_batch
+from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.session.request import Auto, Frontier, RequestedPolicy
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.plan_file import PlanFile, differences

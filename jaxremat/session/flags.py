@@ -16,9 +16,9 @@ from cyclopts import Parameter
 from jaxremat.chips.catalog import PRESETS
 from jaxremat.config import ModelConfig, Objective, TrainConfig
 from jaxremat.mesh.axes import MAX_DEVICES
-from jaxremat.planner.batch import MAX_BATCH
-from jaxremat.planner.histogram import MAX_SEQ_LEN
 from jaxremat.policy.grammar import grammar
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.search.histogram import MAX_SEQ_LEN
 from jaxremat.session.fields import converted, whole_numbers
 from jaxremat.units import parse_bytes
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from jaxremat.errors import UsageError, alone, bad_value, both, reject
-from jaxremat.planner.batch import usual_first_batch
-from jaxremat.planner.buckets import Bucketed, granularity, make_buckets
-from jaxremat.planner.histogram import read_histogram
+from jaxremat.search.batch import usual_first_batch
+from jaxremat.search.buckets import Bucketed, granularity, make_buckets
+from jaxremat.search.histogram import read_histogram
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import MESH_AUTO, Request, RequestedPolicy, check_run, requested_model, without_maxtext
 from jaxremat.trial.record import TrialRecord

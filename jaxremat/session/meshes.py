@@ -15,8 +15,8 @@ from jaxremat.trial.plan_file import PlanFile
 
 if TYPE_CHECKING:
     from jaxremat.answer.mesh_race import Comparison, Entrant
-    from jaxremat.planner.compiles import Compile
     from jaxremat.policy.spec import Policy
+    from jaxremat.search.compiles import Compile
     from jaxremat.trial.comparisons import MeshChoiceRecord
 
 

@@ -17,11 +17,11 @@ from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest
 from jaxremat.mesh.axes import MAX_NETWORK_GBPS, MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.requested import named_decoder
-from jaxremat.planner.batch import MAX_BATCH
-from jaxremat.planner.buckets import Bucketed
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import config_batch, config_words
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import MAX_BATCH
+from jaxremat.search.buckets import Bucketed
 from jaxremat.session.flags import DEFAULT_MODEL, RunFlags, StepFlags
 from jaxremat.trial.plan_file import PlanFile, load_plan
 from jaxremat.units import gib

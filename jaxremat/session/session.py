@@ -45,7 +45,7 @@ from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
-    from jaxremat.planner.budget import Budget
+    from jaxremat.search.budget import Budget
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload

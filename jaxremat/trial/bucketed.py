@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxremat.planner.buckets import Bucket, Bucketed
+from jaxremat.search.buckets import Bucket, Bucketed
 from jaxremat.trial.comparisons import LengthsRecord
 from jaxremat.trial.details import LengthBucket
 from jaxremat.trial.record import TrialRecord, picked

@@ -8,7 +8,7 @@ budget.terms                                            # "0.75 x 79.11 GiB of d
 
 from jaxremat.chips.installed import versions
 from jaxremat.chips.target import Target
-from jaxremat.planner.budget import Budget, make_budget
+from jaxremat.search.budget import Budget, make_budget
 
 
 def budget_on(

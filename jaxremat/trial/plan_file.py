@@ -18,9 +18,9 @@ from jaxremat.chips.installed import COMPILERS
 from jaxremat.config import Layout, parse_loss
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.mesh.axes import MeshAxes, axes_of_data
-from jaxremat.planner.batch import MAX_BATCH
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.system.files import named_by, parse_json, write_whole
 from jaxremat.trial.lines import from_row, in_words
 from jaxremat.trial.record import PlanRecord

@@ -21,8 +21,8 @@ from jaxremat.chips.target import Target
 from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
-from jaxremat.planner.batch import MAX_BATCH
 from jaxremat.policy.spec import NONE, Policy
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.trial.base import base_flops

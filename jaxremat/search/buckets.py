@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxremat.planner.histogram import Histogram
+from jaxremat.search.histogram import Histogram
 
 #: Boundaries are multiples of it for long sequences: fused attention and matmul tiles like no others.
 COARSEST = 128
