@@ -1,7 +1,8 @@
 """What a policy does to models that nobody edited: `python -m experiments.examples`.
 
 The models are those of `examples/`. Each is compiled for a GPU that isn't in the machine, at the batch and the sizes that its
-file gives: under `none`, `nothing` and `dots`, and as it is planned within the bytes of `dots` (`auto`). Nothing is run.
+file gives: under `none`, with its author's checkpoints (`own`), under `nothing` and `dots`, and as it is planned within the bytes
+of `dots` (`auto`). Nothing is run.
 
 Each example is a part, and `--parts vit` makes only that one again. `experiments.pages` makes the documentation's table.
 """
@@ -26,14 +27,16 @@ FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = (
     *("linen_unrolled", "linen_scan", "nnx_transformer", "equinox_transformer", "plain_scan"),
     *("encoder_batchnorm", "vit", "encoder_decoder", "mixture_of_experts", "convnet"),
+    *("haiku_transformer", "evoformer", "diffusion_transformer", "s5", "graph_net"),
+    *("unet", "wide_resnet", "rnn", "ppo", "pinn"),
 )
-NAMED = ("none", "nothing", "dots")
+NAMED = ("none", "own", "nothing", "dots")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Bytes and predicted speed of the ten examples under four policies."""
+    """Bytes and predicted speed of the twenty examples under five policies."""
 
     parts: Annotated[tuple[str, ...], Parameter(metavar="EXAMPLE")] = NAMES
     """Which examples."""

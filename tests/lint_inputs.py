@@ -17,7 +17,7 @@ from jaxremat.xla.flops import ExecutedFlops
 from jaxremat.xla.lint import find
 from jaxremat.xla.lint_input import LintInput
 from jaxremat.xla.memory import CompiledMemory
-from jaxremat.xla.traced import BackwardLoop, Traced
+from jaxremat.xla.traced import BackwardLoop, Traced, Unordered
 
 MIB = 2**20
 #: A step of three matmuls, w [512, 512] and a batch of 256 rows.
@@ -114,6 +114,7 @@ def made_up() -> dict[str, LintInput]:
     )
     loops = BackwardLoop("net/train.py:3", 4, True, MIB), BackwardLoop("net/train.py:5", 4, False, 2 * MIB)
     scores = buffer("residuals", "exp", 4 * MIB, "jit(step)/jvp()/exp", shape="bf16[8,512,512]", num_layers=1)
+    together = buffer("recompute", "tanh", MIB, f"jit(step)/{AGAIN.replace('mlp/dot_general', 'tanh')}", num_layers=1)
     gathered = buffer("gathered parameters", "gathered params/w", MIB, "jit(step)/jvp(Net)/mlp/dot_general")
     return {
         "unmatched-name": traced(policy_names=frozenset({"hiden"})),
@@ -129,6 +130,10 @@ def made_up() -> dict[str, LintInput]:
         "not-donated": replace(sound, module=program((" {}: (0, {}, may-alias) ", ""))),
         "one-checkpoint": traced(whole_checkpoint="net/train.py:8", recompute=ExecutedFlops(MATMUL, num_matmuls=4)),
         "loop-without-remat": traced(loops=loops),
+        "recomputed-together": replace(
+            traced(unordered=(Unordered("net/train.py:3", 3, {("tanh net/layers.py:7", (4, 65536)): 1}),)),
+            memory_map=memory(together, together),
+        ),
         "unnamed-residuals": replace(
             traced(policy_names=frozenset({"hidden"})), memory_map=memory(saved, replace(saved, label="hidden"))
         ),

@@ -1,4 +1,4 @@
-"""The ten examples: short files that are found, planned and explained as they are, and that a policy doesn't change.
+"""The examples: short files that are found, planned and explained as they are, and that a policy doesn't change.
 
 Sizes are tiny. Each is given as a user gives it, by --model-arg.
 """
@@ -99,10 +99,55 @@ EXAMPLES = {
         25.6,
         16,
     ),
+    "haiku_transformer": Example(LANGUAGE, (("attention to attention_2", "scope", 3),), 54.5, 12),
+    "graph_net": Example(
+        {"num_nodes": 8, "degree": 2, "num_features": 4, "num_layers": 3, "width": 16},
+        (("at graph_net.py", "repeat", 3),),
+        1.2,
+        10,
+    ),
+    "s5": Example(
+        {"seq_len": 16, "num_classes": 10, "num_layers": 3, "width": 8, "num_states": 4},
+        (("layers_0 to layers_2", "scope", 3),),
+        0.2,
+        6,
+    ),
+    "unet": Example(
+        {"size": 16, "channels": (8, 16)}, tuple(("at unet.py", "repeat", n) for n in (2, 1, 1, 2, 1, 1)), 23.3, 12
+    ),
+    "wide_resnet": Example(
+        {"image_size": 8, "num_classes": 10, "num_layers": 3, "width": 8},
+        3 * (("at wide_resnet.py", "repeat", 1), ("at wide_resnet.py", "repeat", 2)),
+        36.5,
+        12,
+    ),
+    "evoformer": Example(
+        {"num_sequences": 4, "length": 6, "num_layers": 3, "msa": 16, "pair": 16, "num_heads": 2},
+        (("at evoformer.py", "scan", 3),),
+        87.3,
+        48,
+    ),
+    "rnn": Example(
+        {"seq_len": 8, "num_characters": 16, "num_layers": 2, "width": 16}, 2 * (("at rnn.py", "loop", 8),), 17.3, 2048
+    ),
+    "ppo": Example(
+        {"num_steps": 8, "num_features": 4, "num_actions": 8, "width": 16},
+        (("at ppo.py", "loop", 8),),
+        0.5,
+        128,
+        ("entropy",),
+    ),
+    "pinn": Example({"num_layers": 3, "width": 16}, 9 * (("at pinn.py", "repeat", 3),), 0.5, 72),
+    "diffusion_transformer": Example(
+        {"channels": 4, "num_patches": 4, "num_classes": 8, "num_layers": 3, "width": 32, "num_heads": 2},
+        (("at diffusion_transformer.py", "scan", 3),),
+        454.9,
+        24,
+    ),
 }
 #: The loops that aren't layers, by the example that has them.
 KEPT = {"plain_scan": ("a loop of 4 iterations",)}
-#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and two kinds of layers.
+#: A policy's gradients are compiled for these: each framework, each way of finding layers, BatchNorm, and several kinds.
 COMPILED = (
     "linen_unrolled",
     "nnx_transformer",
@@ -110,6 +155,7 @@ COMPILED = (
     "plain_scan",
     "encoder_batchnorm",
     "mixture_of_experts",
+    *("haiku_transformer", "graph_net", "s5", "unet", "wide_resnet", "rnn", "pinn"),
 )
 #: Compared on both lines of JAX: a framework each.
 BOTH_LINES = ("linen_unrolled", "nnx_transformer", "equinox_transformer", "plain_scan")
@@ -182,7 +228,7 @@ def commands(main: Any, name: str, argv: list[str], capsys: Any) -> list[dict[st
 
 def test_all_examples_are_here():
     assert sorted(EXAMPLES) == NAMES
-    assert len(NAMES) == 12
+    assert len(NAMES) == 22
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,9 +262,9 @@ def test_the_layers_of_an_example_are_found(name, h100):
     assert tuple(kinds) == EXAMPLES[name].found
     assert tuple(kept.what for kept in found.kept) == KEPT.get(name, ())
     for kind, estimate in zip(found.kinds, estimate_kinds(found.kinds, h100.speed), strict=True):
-        assert kind.in_scan == (kind.found_by == "scan")
+        assert kind.in_scan == (kind.found_by in ("scan", "loop"))
         assert estimate.num_layers == kind.num_layers
-        assert len(estimate.layer.problem.ops) > 10
+        assert len(estimate.layer.problem.ops) > 4
     program = jax.make_jaxpr(workload.loss_with(parse("nothing")))(*workload.loss_args)
     in_program = sum(1 if kind.in_scan else kind.num_layers for kind in found.kinds)
     assert len(list(checkpoints(program.jaxpr))) == in_program + len(found.kept)

@@ -214,6 +214,27 @@ def custom(p, x):
     return x + act(x @ p["up"]) @ p["down"]
 
 
+def haikus(params, x):
+    """Haiku's decoder has scopes of modules alone: a norm, then a numbered one, and no scope of a layer."""
+    for i, p in enumerate(params):
+        y = jax.nn.standardize(x)
+        with jax.named_scope(f"attention_{i}" if i else "attention"):
+            h = jnp.tanh(y @ p["up"]) @ p["down"]
+        x = x + h
+    return jnp.mean(jax.nn.standardize(x) ** 2)
+
+
+def passes_side_by_side(params, x):
+    """Three passes, side by side, of the same layers: they are the longest repetition, and don't follow one another."""
+    return sum(unrolled(params, x * n) for n in range(1, 4))
+
+
+def tapered(params, x):
+    """A narrow layer before the stack, on a line of its own, isn't one of its layers."""
+    x = x + jnp.tanh(x @ params[0]["up"][:, :4]) @ params[0]["down"][:4]
+    return unrolled(params[1:], x)
+
+
 FOUND = {
     "loop": (looped, STACKED, [("scan", NUM)]),
     "loop in microbatches": (microbatches, STACKED, [("scan", NUM)]),
@@ -243,6 +264,9 @@ FOUND = {
     "a number in brackets": (functools.partial(unrolled, scope="blocks[{}]"), LAYERS, [("scope", NUM)]),
     "rounds of two modules": (rounds, LAYERS, [("repeat", NUM)]),
     "matmuls that differ": (matmuls_that_differ, LAYERS, []),
+    "a norm before each scope": (haikus, LAYERS, [("scope", NUM)]),
+    "passes side by side": (passes_side_by_side, LAYERS, 3 * [("repeat", NUM)]),
+    "a narrow layer before": (tapered, LAYERS, [("repeat", NUM - 1)]),
     "a gradient inside": (energy_and_forces, LAYERS, [("scope", NUM), ("scope", NUM)]),
     "checkpoints with arithmetic between them": (simulated, LAYERS, [("checkpoint", NUM)]),
 }
@@ -282,6 +306,29 @@ class EveryOther(nn.Module):
         for i in range(3):
             x = Expert(16, name=f"decoder_{i}")(x)
         return jnp.mean(x)
+
+
+def test_the_stages_of_a_network_without_scopes():
+    """Each stage is half as wide as the one before, and its first layer has a matmul more. All layers are found."""
+
+    def layer_of(width, made):
+        shapes = {"up": (width, 16), "down": (16, made), **({"project": (width, made)} if width != made else {})}
+        return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+    def staged(params, x):
+        for p in params:
+            y = jnp.tanh(jax.nn.standardize(x) @ p["up"]) @ p["down"]
+            x = (x @ p["project"] if "project" in p else x) + y
+        return jnp.mean(x**2)
+
+    found = find_layers(staged, [layer_of(*widths) for widths in ((8, 8), (8, 8), (8, 4), (4, 4), (4, 2), (2, 2))], X)
+    assert [(kind.found_by, kind.num_layers) for kind in found.kinds] == [("repeat", n) for n in (2, 1, 1, 1, 1)]
+
+
+def test_a_norm_before_a_scope_is_in_its_layer():
+    """So that one value goes from layer to layer, and not its norm beside it."""
+    (kind,) = find_layers(haikus, LAYERS, X).kinds
+    assert kind.cut_bytes == X.size * 4
 
 
 def test_several_kinds_of_layers_have_names_of_their_own():

@@ -27,7 +27,7 @@ from jaxremat.xla.lint import RULES, find
 from jaxremat.xla.lint_input import Remedies, largest_logits, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.traced import Traced, names_in_jax_policy, read_traced
+from jaxremat.xla.traced import Traced, names_in_jax_policy, normalized_sizes, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
 from tests.lint_inputs import MIB, attends, made_up, memory
 
@@ -329,7 +329,138 @@ def test_scores_that_fused_attention_would_not_store():
         assert find(other) == ()
 
 
+def scanned_groups(layer: Layer, loop: bool = False) -> Step:
+    """Layers in groups of three in a body, in a scan or a fori_loop over groups."""
+
+    def group(x, ws):
+        for w in ws:
+            x = layer(w, x)
+        return x, None
+
+    def loss(ws, x):
+        if loop:
+            return (jax.lax.fori_loop(0, len(ws), lambda i, x: group(x, ws[i])[0], x) ** 2).mean()
+        return (jax.lax.scan(group, x, ws)[0] ** 2).mean()
+
+    return sgd(loss)
+
+
+def grouped_again(layer: Layer) -> Step:
+    """A checkpoint around each group of a scan, and one around each layer in it."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def group(x, ws):
+        for w in ws:
+            x = layer(w, x)
+        return x, None
+
+    return sgd(lambda ws, x: (jax.lax.scan(group, x, ws)[0] ** 2).mean())
+
+
+def scanned_again(layer: Layer) -> Step:
+    def loss(ws, x):
+        return (
+            jax.lax.scan(lambda x, ws: (jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0], None), x, ws)[0] ** 2
+        ).mean()
+
+    return sgd(loss)
+
+
+def wide_layer(w, x):
+    return x + jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w.T) @ w) @ w.T
+
+
+FREE = jax.checkpoint(wide_layer, prevent_cse=False)
+#: Two groups of three kernels, each four times as wide as the batch's rows.
+GROUPS = jax.ShapeDtypeStruct((2, 3, WIDTH, 4 * WIDTH), jnp.float32)
+
+
+def test_bodies_whose_checkpoints_have_no_barriers():
+    """Not with barriers, with one checkpoint in a body, or with each in a scan of its own."""
+    for step in (scanned_groups(FREE), scanned_groups(FREE, loop=True), grouped_again(FREE)):
+        (body,) = traced_of(step, GROUPS, X).unordered
+        assert (body.num_checkpoints, body.source.partition(":")[0]) == (3, __file__)
+    for step in (scanned_groups(jax.checkpoint(wide_layer)), scanned_again(FREE), scanned_groups(wide_layer)):
+        assert traced_of(step, GROUPS, X).unordered == ()
+
+
+def by_hand(head, x, targets):
+    logits = x @ head
+    logits = logits - jax.lax.stop_gradient(logits.max(-1))[:, None]
+    right = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return (jnp.log(jnp.exp(logits).sum(-1)) - right).mean()
+
+
+def one_hot(head, x, targets):
+    return optax.softmax_cross_entropy(x @ head, jax.nn.one_hot(targets, VOCABULARY)).mean()
+
+
+def summed_in_chunks(loss: Step) -> Step:
+    """The loss of 256 rows at a time, whose logits are recomputed."""
+
+    def chunked(head, x, targets):
+        parts = x.reshape(-1, 256, WIDTH), targets.reshape(-1, 256)
+        one = jax.checkpoint(lambda part: loss(head, *part), prevent_cse=False)
+        return jax.lax.map(one, parts).mean()
+
+    return chunked
+
+
+def few_classes(head, x, targets):
+    return by_hand(head[:, :16], jnp.tanh(x @ head) @ head.T, targets % 16)
+
+
+def scores(head, x, targets):
+    """Attention that is written by hand, with the logarithm of its sums."""
+    heads = x.reshape(4, -1, WIDTH)
+    made = heads @ heads.swapaxes(1, 2)
+    return (jnp.log(jnp.exp(made).sum(-1)) - targets.reshape(4, -1)).mean() + (x @ head[:, :16]).mean()
+
+
+def test_logits_of_a_loss_by_hand_are_known_by_their_logarithm():
+    for loss in (by_hand, one_hot, classify):
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(HEAD, X, TARGETS)
+        assert normalized_sizes(jaxpr) == {ROWS * VOCABULARY}
+    for loss, size in ((summed_in_chunks(by_hand), 256 * VOCABULARY), (few_classes, ROWS * 16)):
+        assert normalized_sizes(jax.make_jaxpr(jax.grad(loss))(HEAD, X, TARGETS)) == {size}
+    assert normalized_sizes(jax.make_jaxpr(jax.grad(scores))(HEAD, X, TARGETS)) == frozenset()
+
+
 # What is compiled.
+
+
+def mapped(step: Step, args: tuple[Any, ...], target: Target) -> Compilation:
+    """A compiled step whose buffers are read, its parameters donated."""
+    return lower_and_compile(step, args, target, donate_argnums=0, keep_dump=True)
+
+
+@pytest.mark.full
+def test_logits_are_found_in_any_loss_and_chunks_take_fewer_bytes(h100):
+    """Of optax's losses, and of one by hand; not in chunks, of few classes, or scores of attention."""
+    wide = jax.ShapeDtypeStruct((4 * ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((4 * ROWS,), jnp.int32)
+
+    for loss in (classify, one_hot, by_hand):
+        bad, good = (mapped(sgd(some), (HEAD, *wide), h100) for some in (loss, summed_in_chunks(loss)))
+        assert one(find(lint_input(bad)), "logits-largest").source.startswith(__file__)
+        assert "logits-largest" not in rules(find(lint_input(good)))
+        assert good.memory.total_bytes < bad.memory.total_bytes / 2
+    for loss in (few_classes, scores):
+        assert "logits-largest" not in rules(find(lint_input(mapped(sgd(loss), (HEAD, *wide), h100))))
+
+
+@pytest.mark.full
+def test_several_checkpoints_of_a_body_recompute_at_once(h100):
+    """In a scan, a fori_loop, and inside a checkpoint. Barriers and loops of their own take fewer bytes, and aren't found."""
+    rows = jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)
+
+    ordered = jax.checkpoint(wide_layer)
+    good = mapped(scanned_again(FREE), (GROUPS, rows), h100)
+    assert "recomputed-together" not in rules(find(lint_input(good)))
+    for step in (scanned_groups, functools.partial(scanned_groups, loop=True), grouped_again):
+        bad, better = (mapped(step(layer), (GROUPS, rows), h100) for layer in (FREE, ordered))
+        assert one(find(lint_input(bad)), "recomputed-together").num_bytes >= 8192 * 4 * WIDTH * 4
+        assert "recomputed-together" not in rules(find(lint_input(better)))
+        assert max(good.memory.total_bytes, better.memory.total_bytes) < bad.memory.total_bytes
 
 
 @pytest.mark.full
@@ -442,7 +573,7 @@ def test_logits_are_the_largest_buffer(h100):
 @functools.cache
 def compiled(model: ModelConfig, policy: str, attention: str, target: Target) -> Compilation:
     step = decoder_step(model, TRAIN, parse(policy), attention)
-    return lower_and_compile(step, decoder_args(model, TRAIN, BATCH), target, donate_argnums=0, keep_dump=True)
+    return mapped(step, decoder_args(model, TRAIN, BATCH), target)
 
 
 def found_in(model: ModelConfig, policy: str, attention: str, target: Target) -> tuple[Finding, ...]:

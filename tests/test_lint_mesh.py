@@ -208,6 +208,13 @@ def test_parameters_that_are_gathered_again(monkeypatch):
     assert not {"gathers-logits", "gathers-everything", "more-than-its-share"} & found.keys()
 
 
+def test_a_kernel_that_is_made_of_several_parameters_is_gathered_again():
+    facts = made_up()["gathered-again"]
+    joined = [replace(exchange, arguments=("params/k", "params/q")) for exchange in facts.exchanges]
+    (found,) = find(replace(facts, exchanges=tuple(joined)))
+    assert (found.rule, "params/k and params/q" in found.evidence) == ("gathered-again", True)
+
+
 CLEAN = [
     (MeshShape(fsdp=4, tensor=2), "nothing", True),
     (MeshShape(data=2, fsdp=4), "dots+attention", False),

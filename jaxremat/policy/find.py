@@ -30,7 +30,7 @@ from jaxremat.policy.repeats import find_repeat
 from jaxremat.policy.scopes import families, matches, path_of
 from jaxremat.policy.signature import Facts, num_bytes, read_facts
 
-#: Layers have at least this share of the matmuls of the program that they are found in.
+#: The lines of the user's code that make layers have at least this share of the matmuls of the program that they are found in.
 _LEAST_SHARE = 0.1
 #: Checkpoints around layers, and layers inside layers, have at least this share of the matmuls of the whole.
 _MOST = 2 / 3
@@ -178,7 +178,7 @@ def _called_level(facts: Facts, n: int, wanted: _Wanted) -> Level | None:
 def _select(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, within: range) -> list[_Candidate]:
     """The candidates to take in a range of equations, in the program's order."""
     least = _LEAST_SHARE * facts.num_heavy(range(len(facts.heavy)))
-    found = [candidate for candidate in _candidates(facts, inside, wanted, within) if candidate.weight >= least]
+    found = [c for c in _candidates(facts, inside, wanted, within) if facts.num_of_lines(c.span) >= least]
     best = max(found, key=lambda candidate: candidate.weight, default=None)
     if best is None:
         return []
@@ -238,7 +238,11 @@ def _layers_inside(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, b
     stacks = [candidate.stack for candidate in found if candidate.stack]
     covered = sum(facts.num_heavy(layer) for other in stacks for layer in other.layers)
     num_layers = sum(other.num_layers for other in stacks)
-    are_blocks = all(other.in_scan or facts.num_heavy(other.layers[0]) > 1 for other in stacks)
+    are_blocks = all(
+        other.in_scan
+        or (facts.num_heavy(other.layers[0]) > 1 and len(set(map(facts.kind, other.layers))) < len(other.layers))
+        for other in stacks
+    )
     is_most = covered >= _MOST * facts.num_heavy(stack.span) and num_layers > stack.num_layers
     return found if stacks and are_blocks and is_most else []
 
@@ -268,7 +272,8 @@ def _candidates(facts: Facts, inside: Mapping[int, Level], wanted: _Wanted, with
                 yield _Candidate(place, weight, stack)
         elif n in inside:
             yield _Candidate(place, weight)
-    for chain in _chains(facts, find_repeat(facts, within)) if not patterns else ():
+    repeat = () if patterns else find_repeat(facts, within, lambda layers: bool(_chains(facts, layers)))
+    for chain in _chains(facts, repeat):
         stack = Stack("repeat", chain, len(chain))
         yield _Candidate(stack.span, _num_inside(facts, stack) / _MORE, stack)
 

@@ -7,42 +7,45 @@ same as itself moved by 30. Where such a stretch begins says nothing about where
 stretch are compared. The cut is taken at which the fewest bytes go from one layer to the next: for a transformer that is after
 a residual connection.
 
-A first or last layer may differ by a few operations, such as a cast. It isn't in the stretch, and is looked for next to it.
+The layers next to them may differ by a few operations, such as a cast, or in their shapes, such as those of another stage of a
+convolutional network. They aren't in the stretch, and are looked for next to it.
 """
 
 import difflib
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxremat.policy.signature import Facts
 
-#: A first or last layer is at least so similar to the others (`difflib.SequenceMatcher.ratio`).
+#: A layer next to a stretch is at least so similar to its first or last one (`difflib.SequenceMatcher.ratio`).
 _SIMILAR = 0.8
-#: A first or last layer has at most so many equations more or fewer than the others.
+#: It has at most so many equations more or fewer.
 _MAX_DIFFERENCE = 12
 #: Another cut may give one layer less. It counts only if its bytes are under this share of the best cut's. Values saved
 #: for the end of the program, such as each layer's statistics, make the last cuts of a stretch somewhat worse than the first.
 _MUCH_BETTER = 0.8
 
 
-def find_repeat(facts: Facts, within: range) -> tuple[range, ...]:
-    """The layers of the most matmuls in a range of a program. Empty if none repeat.
+def find_repeat(facts: Facts, within: range, are_layers: Callable[[Sequence[range]], bool]) -> tuple[range, ...]:
+    """The layers of the most matmuls in a range of a program, for which `are_layers` holds.
 
-    Of several such stacks, it is the one of the shortest layers.
+    Empty if none repeat. Of several such stacks, it is the one of the shortest layers.
     """
-    best: tuple[int, int, range] | None = None
     tokens, heavy = facts.tokens[within.start : within.stop], np.concatenate([[0], np.cumsum(facts.heavy)])
+    found: list[tuple[int, int, range]] = []
     for period in range(1, len(within) // 2 + 1):
-        for found in _stretches(tokens, period):
-            run = range(found.start + within.start, found.stop + within.start)
+        for stretch in _stretches(tokens, period):
+            run = range(stretch.start + within.start, stretch.stop + within.start)
             covered = int(heavy[run.start + len(run) // period * period] - heavy[run.start])
-            if covered and (best is None or covered > best[0]):
-                best = (covered, period, run)
-    if best is None:
-        return ()
-    _, period, run = best
-    return tuple(_with_neighbours(facts, _best_cut(facts, run, period), within))
+            if covered:
+                found.append((covered, period, run))
+    for _, period, run in sorted(found, key=lambda one: -one[0]):
+        layers = _best_cut(facts, run, period)
+        if are_layers(layers):
+            return tuple(_with_neighbours(facts, layers, within))
+    return ()
 
 
 def _stretches(tokens: np.ndarray, period: int) -> list[range]:
@@ -70,23 +73,27 @@ def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
 
 
 def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[range]:
-    """The layers, with a first and a last one that differ by a few operations, if there are any."""
-    length, first, last = len(layers[0]), layers[0], layers[-1]
-    sizes = range(max(1, length - _MAX_DIFFERENCE), length + _MAX_DIFFERENCE + 1)
-    before = [range(first.start - size, first.start) for size in sizes if first.start - size >= within.start]
-    after = [range(last.stop, last.stop + size) for size in sizes if last.stop + size <= within.stop]
-    return [*_most_similar(facts, first, before), *layers, *_most_similar(facts, last, after)]
+    """The layers, with those next to them that differ by a few operations, or in shapes."""
+    like = layers[0]
+    lengths = range(max(1, len(like) - _MAX_DIFFERENCE), len(like) + _MAX_DIFFERENCE + 1)
+    while before := _most_similar(facts, like, [range(layers[0].start - n, layers[0].start) for n in lengths], within):
+        layers = [*before, *layers]
+    while after := _most_similar(facts, like, [range(layers[-1].stop, layers[-1].stop + n) for n in lengths], within):
+        layers = [*layers, *after]
+    return layers
 
 
-def _most_similar(facts: Facts, layer: range, places: list[range]) -> list[range]:
-    """The place whose equations are the most similar to those of a layer.
+def _most_similar(facts: Facts, layer: range, places: list[range], within: range) -> list[range]:
+    """The place whose operations are the most similar to those of a layer.
 
-    Empty if none is similar enough.
+    Its matmuls are of the same shapes, or written at the same lines of the user's code. Empty if none is similar enough.
     """
-    wanted, ratios = facts.rough[layer.start : layer.stop].tolist(), {}
-    for place in places:
-        if facts.num_heavy(place) == facts.num_heavy(layer) and facts.kind(place) == facts.kind(layer):
-            there = facts.rough[place.start : place.stop].tolist()
+    inside = [place for place in places if within.start <= place.start and place.stop <= within.stop]
+    wanted, kind, lines = facts.plain[layer.start : layer.stop].tolist(), facts.kind(layer), facts.lines(layer)
+    ratios = {}
+    for place in inside:
+        if facts.kind(place) == kind or ("" not in lines and facts.lines(place) >= lines):
+            there = facts.plain[place.start : place.stop].tolist()
             ratios[place] = difflib.SequenceMatcher(a=wanted, b=there, autojunk=False).ratio()
     best = max(ratios, key=lambda place: ratios[place], default=None)
     return [best] if best is not None and ratios[best] >= _SIMILAR else []

@@ -3,9 +3,9 @@
 Flax Linen writes such scopes: `Model/block_0/...`, `Model/block_1/...`. Haiku's first one has no number: `block`, `block_1`.
 
 A family is the scopes of one parent that have one name but for the number. Its layers lie one after the other in the program.
-Between two of them there may be operations of the parent, such as a residual connection. They belong to the layer before them if
-they are the same after every layer. Where the scopes come again, as in the backward pass of a gradient inside the program, each
-pass is a family of its own.
+Between two of them there may be operations of the parent, such as a residual connection, or the norm before a layer. They
+belong to the layers if they are the same between all of them. Where the scopes come again, as in the backward pass of a
+gradient inside the program, each pass is a family of its own.
 
 A parent may write two families in turn, `attention_0, mlp_0, attention_1, mlp_1`. Both then make up the layers: layer 0 reaches
 from the start of `attention_0` to the start of `attention_1`.
@@ -92,7 +92,7 @@ def families(facts: Facts, within: range) -> list[Family]:
             parent,
             wildcard,
             tuple(scope for scope, _ in one),
-            tuple(_with_what_follows(facts, [run for _, run in one], within)),
+            tuple(_with_gaps(facts, [run for _, run in one], within)),
         )
         for (parent, base, _), siblings in visits.items()
         for wildcard in _wildcards(base, {scope for scope, _ in siblings})
@@ -125,11 +125,26 @@ def _passes(base: str, visits: Sequence[tuple[str, range]]) -> Iterator[list[tup
         yield [*one.items()]
 
 
-def _with_what_follows(facts: Facts, runs: list[range], within: range) -> list[range]:
-    """The runs, each with the equations up to the next one, if these are always the same."""
+def _with_gaps(facts: Facts, runs: list[range], within: range) -> list[range]:
+    """The runs, with the equations between two of them, if these are always the same.
+
+    A gap goes to the layer before it, up to the place where the fewest bytes cross, and from there to the layer after it.
+    """
     gaps = [range(left.stop, right.start) for left, right in itertools.pairwise(runs)]
-    last = range(runs[-1].stop, min(runs[-1].stop + len(gaps[0]), within.stop))
-    follows = {tuple(facts.rough[gap.start : gap.stop].tolist()) for gap in (*gaps, last)}
-    if len(follows) != 1:
+    (gap, *others), size = {tuple(facts.rough[gap.start : gap.stop].tolist()) for gap in gaps}, len(gaps[0])
+    cuts: dict[int, float] = {}
+    for cut in range(size, -1, -1) if not others else ():
+        first, last = runs[0].start - (size - cut), runs[-1].stop + cut
+        is_before = _same(facts, range(first, runs[0].start), gap[cut:], within)
+        if is_before and _same(facts, range(runs[-1].stop, last), gap[:cut], within):
+            cuts[cut] = float(facts.crossing[[left.stop + cut for left in runs[:-1]]].mean())
+    if not cuts:
         return runs
-    return [range(run.start, gap.stop) for run, gap in zip(runs, [*gaps, last], strict=True)]
+    best = min(cuts, key=lambda cut: cuts[cut])
+    edges = [run.start - (size - best) for run in runs]
+    return [range(a, b) for a, b in itertools.pairwise((*edges, runs[-1].stop + best))]
+
+
+def _same(facts: Facts, place: range, tokens: tuple[int, ...], within: range) -> bool:
+    is_inside = within.start <= place.start and place.stop <= within.stop
+    return is_inside and tuple(facts.rough[place.start : place.stop].tolist()) == tokens

@@ -5,6 +5,7 @@ with the same parameters on values of the same shapes and dtypes. Numbers writte
 another constant than layer 4.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxremat.policy.jax_private import FUSED_ATTENTION, core
+from jaxremat.policy.names import users_line
 from jaxremat.policy.program import Equation, Program
 
 #: The operations that take the time of a layer. A layer has at least one of them.
@@ -45,6 +47,7 @@ class Facts:
             batch, no parameter flows into them either.
         tokens: the `token` of each equation.
         rough: the `rough_token` of each equation.
+        plain: the number of each equation's operation, whatever the shapes.
         heavy: the `weights` of the equations.
         crossing: for each place between two equations the bytes that cross it. Place n is before equation n.
     """
@@ -55,12 +58,29 @@ class Facts:
     fixed: Set[int]
     tokens: np.ndarray
     rough: np.ndarray
+    plain: np.ndarray
     heavy: np.ndarray
     crossing: np.ndarray
 
     def num_heavy(self, place: range) -> int:
         """The matmuls, convolutions and fused kernels in a range of equations."""
         return int(self.heavy[place.start : place.stop].sum())
+
+    def num_of_lines(self, place: range) -> int:
+        """The `num_heavy` of all that the lines of a range's matmuls make in the program.
+
+        A gradient inside a program has the lines of what it differentiates.
+        """
+        lines = self.lines(place) - {""}
+        return sum(int(self.heavy[n]) for n, line in self._lines.items() if n in place or line in lines)
+
+    def lines(self, place: range) -> set[str]:
+        """The lines of the user's code that make the matmuls in a range of equations."""
+        return {self._lines[n] for n in place if self.heavy[n]}
+
+    @functools.cached_property
+    def _lines(self) -> dict[int, str]:
+        return {n: users_line(equation.eqn) for n, equation in enumerate(self.program.equations) if self.heavy[n]}
 
     def kind(self, layer: range) -> tuple[int, ...]:
         """The rough tokens of the matmuls, convolutions and fused kernels, equal for layers alike."""
@@ -81,6 +101,7 @@ def read_facts(program: Program, parameters: Set[int], constants: Set[int], fixe
         fixed=fixed,
         tokens=np.array([token(equation) for equation in equations], np.int64),
         rough=np.array([rough_token(equation) for equation in equations], np.int64),
+        plain=np.array([hash(equation.eqn.primitive.name) for equation in equations], np.int64),
         heavy=np.array(weights(equations), np.int64),
         crossing=_crossing_bytes(program, fixed),
     )

@@ -45,7 +45,7 @@ from jaxremat.xla.lint_input import (
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.origin import Caller, Origin, find_callers, find_origin, plain_scope
 from jaxremat.xla.step_facts import Finding
-from jaxremat.xla.traced import score_shapes
+from jaxremat.xla.traced import normalized_sizes, score_shapes
 
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
@@ -329,6 +329,33 @@ def _loop_without_remat(facts: LintInput) -> Iterator[Finding]:
 # Rules that read the memory map.
 
 
+def _recomputed_together(facts: LintInput) -> Iterator[Finding]:
+    alive: dict[tuple[str, tuple[int, ...]], list[tuple[Buffer, int]]] = defaultdict(list)
+    for buffer, size in at_peak(facts.memory_map) if facts.traced.unordered else ():
+        shapes = hlo.parse_shapes(buffer.shape)
+        if "/checkpoint/" in buffer.op_name and phase_of(buffer.op_name) == "backward" and shapes:
+            alive[f"{buffer.op_name.rpartition('/')[2]} {buffer.source}", shapes[0].dims].append((buffer, size))
+    for body in facts.traced.unordered:
+        more = {
+            what: sum(size for _, size in some[max(1, body.made.get(what, 0)) :])
+            for what, some in alive.items()
+            if what in body.made
+        }
+        num_bytes = sum(more.values())
+        if num_bytes > facts.small_bytes:
+            what = max(more, key=lambda what: more[what])
+            (buffer, _), count = alive[what][0], len(alive[what])
+            yield Finding(
+                "recomputed-together",
+                f"{body.num_checkpoints} checkpoints at {short_source(body.source) or 'an unknown line'} are in one body with "
+                f"prevent_cse=False, and nothing makes one wait for another: values of several are there at once, "
+                f"{gib(num_bytes)} more than those of one, such as {count} x {buffer.shape} at {line_of(buffer)}",
+                "jax.checkpoint(layer) without prevent_cse=False, or a scan of their own for the layers of the body",
+                num_bytes,
+                body.source,
+            )
+
+
 def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
     traced = facts.traced
     if traced.saves_all or traced.policy_names.isdisjoint(traced.names):
@@ -410,7 +437,8 @@ def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
 
 
 def _logits_largest(facts: LintInput) -> Iterator[Finding]:
-    largest = largest_logits(facts.memory_map)
+    sizes = normalized_sizes(facts.jaxpr) if facts.memory_map else ()
+    largest = largest_logits(facts.memory_map, sizes)
     if largest is None:
         return
     buffer, size = largest
@@ -466,6 +494,7 @@ RULES: dict[str, Rule] = {
     "not-donated": _not_donated,
     "one-checkpoint": _one_checkpoint,
     "loop-without-remat": _loop_without_remat,
+    "recomputed-together": _recomputed_together,
     "unnamed-residuals": _unnamed_residuals,
     "dropout-masks": _dropout_masks,
     "saved-and-recomputed": _saved_and_recomputed,

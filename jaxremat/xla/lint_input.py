@@ -5,6 +5,7 @@ The input joins a compiled step with the requests that its traced program makes,
 
 import functools
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,11 +158,14 @@ def line_of(buffer: Buffer) -> str:
     return short_source(buffer.source) or plain_scope(buffer.op_name)
 
 
-def largest_logits(memory_map: MemoryMap | None) -> tuple[Buffer, int] | None:
+def largest_logits(memory_map: MemoryMap | None, sizes: Container[int] = ()) -> tuple[Buffer, int] | None:
     """The largest buffer at the peak and its bytes, if it is the logits' or the loss's, or None.
 
-    A buffer with as many elements as a buffer of the logits or the loss counts too.
+    A buffer with as many elements as a buffer of the logits or the loss counts too. So does one of `sizes` elements that the
+    step makes.
     """
     holders = at_peak(memory_map)
-    of_loss = {num_elements(buffer) for buffer, _ in holders if buffer.category == "logits and loss"}
-    return holders[0] if holders and num_elements(holders[0][0]) in of_loss - {0} else None
+    of_loss = {num_elements(buffer) for buffer, _ in holders if buffer.category == "logits and loss"} - {0}
+    size = num_elements(holders[0][0]) if holders else 0
+    is_made = bool(holders) and holders[0][0].category in ("residuals", "recompute", "working set", "logits and loss")
+    return holders[0] if size in of_loss or (is_made and size in sizes) else None

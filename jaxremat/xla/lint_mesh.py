@@ -124,8 +124,8 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
     forward, backward = Counter[str](), Counter[str]()
     seen: dict[str, Exchange] = {}
     for exchange in facts.exchanges:
-        if exchange.what == "parameter" and len(exchange.arguments) == 1:
-            (path,) = exchange.arguments
+        if exchange.what == "parameter":
+            path = " and ".join(exchange.arguments)
             (backward if phase_of(exchange.op_name) == "backward" else forward)[path] += exchange.num_bytes * exchange.times
             seen[path] = exchange
     more = {path: backward[path] - forward[path] for path in forward if backward[path] > forward[path]}

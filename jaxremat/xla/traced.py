@@ -6,7 +6,7 @@ For example, a step that names `mlp_out` and saves it in a scan of 12 checkpoint
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,8 @@ from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equa
 
 #: A checkpoint is around the whole forward pass if it recomputes at least this share of its FLOPs.
 _MOST = 0.9
+#: Operations that pass a value on, in another form.
+_PASSING = frozenset({"reshape", "broadcast_in_dim", "squeeze", "abs", "convert_element_type"})
 #: The scope of a step's outermost equations, as XLA has it.
 STEP = "jit(step)"
 
@@ -57,6 +59,23 @@ class BackwardLoop:
 
 
 @dataclass(frozen=True)
+class Unordered:
+    """Checkpoints of one body of the backward pass, without barriers.
+
+    Nothing makes the recompute of one wait for another.
+
+    Attributes:
+        source: `file:line` of the first checkpoint; may be empty.
+        num_checkpoints: number of the checkpoints.
+        made: how many arrays of a shape one of them makes at most, by the operation with its line.
+    """
+
+    source: str
+    num_checkpoints: int
+    made: Mapping[tuple[str, tuple[int, ...]], int]
+
+
+@dataclass(frozen=True)
 class Traced:
     """What the program requests of rematerialization.
 
@@ -73,6 +92,7 @@ class Traced:
         recompute: FLOPs of the matmuls and attention kernels among those operations.
         total: FLOPs of the whole program.
         loops: the outermost loops of the backward pass that contain matmuls.
+        unordered: the bodies, of loops and of checkpoints, with several checkpoints without barriers.
         whole_checkpoint: `file:line` of the one checkpoint that recomputes the forward pass; may be empty. None if there is none.
     """
 
@@ -86,6 +106,7 @@ class Traced:
     recompute: ExecutedFlops = NO_FLOPS
     total: ExecutedFlops = NO_FLOPS
     loops: tuple[BackwardLoop, ...] = ()
+    unordered: tuple[Unordered, ...] = ()
     whole_checkpoint: str | None = None
 
 
@@ -114,6 +135,7 @@ def read_traced(jaxpr: Any) -> Traced:
         recompute=recompute,
         total=add_flops(equation_flops(eqn) for eqn in jaxpr.jaxpr.eqns),
         loops=tuple(_loops(jaxpr.jaxpr)),
+        unordered=tuple(_unordered(jaxpr.jaxpr)),
         whole_checkpoint=written_at(differentiated[0].eqn) if is_whole and not differentiated[0].is_apart else None,
     )
 
@@ -282,6 +304,37 @@ def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
                 yield from _loops(body)
 
 
+def _unordered(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Unordered]:
+    """The bodies inside a jaxpr in which several checkpoints recompute without barriers."""
+    for place in map(outer.at, jaxpr.eqns):
+        eqn = place.eqn
+        is_body = (eqn.primitive.name == "scan" and eqn.params["length"] > 1) or is_checkpoint(eqn)
+        for body in inner_jaxprs(eqn):
+            together = list(_free_checkpoints(body, place.inside)) if is_body else []
+            if len(together) > 1:
+                made = [Counter(map(_operation, places(one.params["jaxpr"]))) for one in together]
+                most = functools.reduce(lambda left, right: left | right, made)
+                yield Unordered(written_at(together[0]), len(together), most)
+            yield from _unordered(body, place.inside)
+
+
+def _free_checkpoints(jaxpr: Any, outer: Place) -> Iterator[Any]:
+    """The checkpoints that recompute without barriers, of a body and functions it calls."""
+    for place in map(outer.at, jaxpr.eqns):
+        if is_checkpoint(place.eqn):
+            if is_recomputing(place.eqn, place.scope) and not place.eqn.params["prevent_cse"]:
+                yield place.eqn
+        elif place.eqn.primitive.name != "scan":
+            for body in inner_jaxprs(place.eqn):
+                yield from _free_checkpoints(body, place.inside)
+
+
+def _operation(place: Place) -> tuple[str, tuple[int, ...]]:
+    """The operation of an equation with its line, and the shape that it makes."""
+    made = place.eqn.outvars[0].aval if place.eqn.outvars else None
+    return f"{place.eqn.primitive.name} {written_at(place.eqn)}", getattr(made, "shape", ())
+
+
 def _reads_the_same(eqn: Any) -> bool:
     """Whether a matmul of a scan's body reads something made of what all iterations share."""
     body = flatten(eqn.params["jaxpr"])
@@ -368,6 +421,28 @@ def logit_sizes(jaxpr: Any) -> frozenset[int]:
         for operand in place.eqn.invars
         if operand.aval.shape
     )
+
+
+def normalized_sizes(jaxpr: Any) -> frozenset[int]:
+    """Sizes of results of matmuls that a logarithm of summed exponentials is taken of.
+
+    A cross-entropy that is written by hand has one, and no name that says so. Scores of attention come of matmuls in batches.
+    """
+    found = [place.eqn for place in places(jaxpr.jaxpr)]
+    made = {var: eqn for eqn in found for var in eqn.outvars}
+
+    def maker(var: Any) -> Any:
+        """The equation that makes a value, before those that only pass it on."""
+        eqn = made.get(var) if _is_variable(var) else None
+        while eqn is not None and eqn.primitive.name in _PASSING:
+            eqn = made.get(eqn.invars[0]) if _is_variable(eqn.invars[0]) else None
+        return eqn
+
+    sums = [maker(eqn.invars[0]) for eqn in found if eqn.primitive.name == "log"]
+    terms = [maker(eqn.invars[0]) for eqn in sums if eqn is not None and eqn.primitive.name == "reduce_sum"]
+    matmuls = [eqn for eqn in found if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]]
+    sizes = {eqn.invars[0].aval.size for eqn in terms if eqn is not None and eqn.primitive.name == "exp"}
+    return frozenset(sizes.intersection(eqn.outvars[0].aval.size for eqn in matmuls))
 
 
 def score_shapes(jaxpr: Any) -> frozenset[tuple[int, ...]]:
