@@ -232,7 +232,7 @@ def stack_loss(params, batch, *, in_scan: bool):
     return jnp.mean(x.astype(jnp.float32) ** 2)
 
 
-def stack_factory(trainable, *, in_scan: bool):
+def only_kind(trainable, *, in_scan: bool):
     stacked = (3,) if in_scan else ()
     one = {name: jax.ShapeDtypeStruct((*stacked, *sizes), jnp.float32) for name, sizes in LAYERS.items()}
     params = one if in_scan else {f"layer_{i}": one for i in range(3)}
@@ -242,7 +242,10 @@ def stack_factory(trainable, *, in_scan: bool):
         batch=jax.ShapeDtypeStruct((4, 8), jnp.float32),
         trainable=trainable,
     )
-    return factory_of(made)
+    found = factory_of(made).layers_at(4, TRAIN)
+    assert found
+    (kind,) = found.kinds
+    return kind
 
 
 @pytest.mark.parametrize("in_scan", [True, False])
@@ -257,13 +260,13 @@ def stack_factory(trainable, *, in_scan: bool):
     ids=["all", "one", "by a function", "all by name"],
 )
 def test_the_frozen_parameters_of_found_layers_are_known(trainable, frozen, in_scan):
-    (kind,) = stack_factory(trainable, in_scan=in_scan).layers_at(4, TRAIN).kinds
+    kind = only_kind(trainable, in_scan=in_scan)
     shapes = sorted(kind.args[number].shape for number in kind.frozen)
     assert shapes == sorted(LAYERS[name] for name in frozen)
 
 
 def test_a_parameter_is_frozen_only_where_it_is_in_all_layers():
-    (kind,) = stack_factory("layer_0", in_scan=False).layers_at(4, TRAIN).kinds
+    kind = only_kind("layer_0", in_scan=False)
     assert kind.frozen == frozenset()
 
 
@@ -271,7 +274,7 @@ def test_a_plan_knows_the_residuals_of_frozen_found_layers(h100):
     """Without gradients of the first two kernels, no matmul of a weight's gradient reads the layer's input."""
 
     def needed(trainable):
-        (kind,) = stack_factory(trainable, in_scan=False).layers_at(4, TRAIN).kinds
+        kind = only_kind(trainable, in_scan=False)
         problem, _ = layer_problem(kind.function, kind.args, h100.speed, frozen=kind.frozen)
         return {value.name for value in problem.values if value.needed}
 

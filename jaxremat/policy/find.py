@@ -104,7 +104,7 @@ class Level:
             yield from level.levels(is_mapped or self.facts.program.equations[n].kind == "shard_map")
 
     def frozen(self, inputs: Set[int]) -> "Iterator[tuple[Level, Set[int]]]":
-        """This level and those inside it, each with its values that are made of frozen parameters alone.
+        """This level and those inside it, each with its values made of frozen parameters alone.
 
         `inputs` has the numbers of those inputs of this level's program that are such values.
         """
@@ -167,7 +167,15 @@ def _search(program: Program, parameters: Sequence[int], wanted: "_Wanted") -> L
 
 
 def read_frozen(equation: Equation, program: Program, frozen: Set[int]) -> Set[int]:
-    """The inputs of the program that an equation calls which are among the values `frozen`, without what a scan carries."""
+    """The inputs of a called program that are frozen.
+
+    What a scan carries isn't.
+
+    Args:
+        equation: the equation that calls the program.
+        program: the called program.
+        frozen: the frozen values of the program that has the equation.
+    """
     first, num_carry = num_operands(equation.eqn) if equation.kind == "scan" else (0, 0)
     carried = program.inputs[first : first + num_carry]
     pairs = zip(program.inputs, equation.inputs, strict=True)

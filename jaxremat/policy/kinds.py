@@ -153,7 +153,10 @@ class LayerKinds:
         )
 
     def _frozen(self, group: _Group) -> frozenset[int]:
-        """The numbers of the arguments of the kind's function that are frozen in each of the layers that it stands for."""
+        """The numbers of the arguments of a kind's function that are frozen.
+
+        They are frozen in each layer that the function stands for.
+        """
         level, stack, places = group.level, group.stack, [*group.variants][:1]
         if stack.in_scan:
             equation = level.facts.program.equations[stack.span.start]
@@ -163,7 +166,7 @@ class LayerKinds:
             same = level.facts.exact(stack.layers[places[0]])
             places = [i for i in group.places if level.facts.exact(stack.layers[i]) == same]
             inputs, frozen = [self.layer(level, stack, i).piece.inputs for i in places], group.frozen
-        return frozenset(n for n, numbers in enumerate(zip(*inputs, strict=True)) if frozen.issuperset(numbers))
+        return frozenset(n for n, numbers in enumerate(zip(*inputs, strict=True)) if frozen >= {*numbers})
 
 
 def layer_kinds(level: Level, frozen: Set[int] = frozenset()) -> LayerKinds:

@@ -48,9 +48,10 @@ def first_state(
 
 
 def rejects_four_bits(workload: Workload, device: Any) -> bool:
-    """Whether the workload has parameters of 4 bits, and this jax rejects such arrays as arguments of a compiled step.
+    """Whether the workload has parameters of 4 bits, which this jax rejects.
 
-    jax 0.10 does: it compares their layout, which says nothing of the bits, with the program's, which does.
+    jax 0.10 does, where they are arguments of a compiled step: it compares their layout, which says nothing of the bits, with the
+    program's, which does.
     """
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(workload.abstract_params)} & {jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4)}
     for dtype in dtypes:

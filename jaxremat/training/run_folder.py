@@ -46,7 +46,10 @@ class RunConfig:
 
 
 def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = None) -> RunConfig:
-    """The configuration of a run under a policy, with a batch for each data-parallel group, from `weights` on."""
+    """The configuration of a run under a policy, with a batch for each data-parallel group.
+
+    `weights` is the file or folder that it begins with.
+    """
     train, workload = trials.train_at(batch), trials.workload_at()
     fields = {"model": trials.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
