@@ -1,7 +1,8 @@
 """What fine-tuning takes: `python -m experiments.finetune` compares full training, frozen parts, LoRA, QLoRA and Adam in 8 bits.
 
-All steps are compiled for GPUs that aren't in the machine, under full remat and with the chunked loss. Each row has the bytes of
-batch 1 on a device, the largest batch that fits, and the predicted tokens per second of that batch.
+All steps are compiled for devices that aren't in the machine, under full remat and with the chunked loss. Each row has the bytes
+of batch 1 on a device, the largest batch that fits, and the predicted tokens per second of that batch. A row that is filed isn't
+compiled again without `--fresh`.
 """
 
 import sys
@@ -11,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.common import RESULTS, flags_of, set_up, write
-from jaxremat.errors import DoesNotFitError
+from experiments.common import RESULTS, Row, flags_of, other_parts, set_up, where, write
+from jaxremat.cli.command import run_command
 from jaxremat.report.table import gib_number, list_table
 
 QWEN = "examples/configs/Qwen3-8B.json"
@@ -24,14 +25,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA 16": {"lora": "16"},
     "QLoRA 16": {"lora": "16", "quantize_base": "nf4"},
 }
-#: Model, target, mesh and ways.
-ROWS = (
-    (QWEN, "rtx4090", None, ("QLoRA 16",)),
-    (QWEN, "h100-80gb", None, ("LoRA 16", "QLoRA 16")),
-    (QWEN, "a100-80gb", "fsdp=4", ("LoRA 16",)),
-    ("llama3-8b", "h100-80gb", None, tuple(WAYS)),
-    ("llama3-8b", "a100-80gb", "fsdp=4", tuple(WAYS)),
-)
+#: By model, target and mesh, the ways to train.
+ROWS = {
+    (QWEN, "rtx4090", ""): ("QLoRA 16",),
+    (QWEN, "h100-80gb", ""): ("LoRA 16", "QLoRA 16"),
+    (QWEN, "a100-80gb", "fsdp=4"): ("LoRA 16", "QLoRA 16"),
+    (QWEN, "v5e", "fsdp=8"): ("LoRA 16", "QLoRA 16"),
+    ("llama3-8b", "h100-80gb", ""): tuple(WAYS),
+    ("llama3-8b", "a100-80gb", "fsdp=4"): tuple(WAYS),
+    ("llama3-8b", "v5e", "fsdp=8"): tuple(WAYS),
+}
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,20 @@ class Flags:
 
     policy: str = "nothing"
     seq_len: int = 2048
+    targets: tuple[str, ...] = tuple(dict.fromkeys(target for _, target, _ in ROWS))
+    """Only the rows of these targets."""
+    fresh: bool = False
+    """Compile what is filed again."""
     out: Path = RESULTS
 
 
-def row_of(model: str, target: str, mesh: str | None, way: str, flags: Flags) -> dict[str, Any]:
+def row_of(model: str, target: str, mesh: str, way: str, flags: Flags) -> Row:
     """The bytes of batch 1, the largest batch and its predicted speed."""
     import jaxremat
 
-    session = jaxremat.Session(model, target=target, mesh=mesh, seq_len=flags.seq_len, loss="chunked", **WAYS[way])
+    session = jaxremat.Session(model, target=target, mesh=mesh or None, seq_len=flags.seq_len, loss="chunked", **WAYS[way])
     (first,) = session.compile(flags.policy, 1).trials
-    row = {"model": first.model, "target": target, "mesh": mesh or "", "way": way}
+    row = {"model": Path(model).stem, "target": target, "mesh": mesh, "way": way}
     row |= {"num_trained": first.num_trained or first.num_params, "total_bytes": first.total_bytes}
     row |= {"largest_batch": 0, "tokens_per_s": None, "mfu": None}
     if first.fits:
@@ -59,21 +66,23 @@ def row_of(model: str, target: str, mesh: str | None, way: str, flags: Flags) ->
     return row
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compiles, files and prints."""
-    flags = flags_of(Flags, argv, "experiments.finetune")
-    set_up()
-    rows: list[dict[str, Any]] = []
-    for model, target, mesh, ways in ROWS:
+def work(flags: Flags) -> int:
+    """Compiles what isn't filed, files each row, and prints all."""
+    path = flags.out / "h100-80gb" / "finetune.json"
+    settings = {"policy": flags.policy, "seq_len": flags.seq_len}
+    filed = {} if flags.fresh else other_parts(path, (*settings, "rows"))
+    same = all(filed.get(name) == value for name, value in settings.items())
+    rows: list[Row] = []
+    before: list[Row] = filed.get("rows", []) if same else []
+    for (model, target, mesh), ways in ROWS.items():
         for way in ways:
-            try:
-                rows.append(row_of(model, target, mesh, way, flags))
-            except DoesNotFitError as error:
-                print(f"{model} {target} {way}: {error}", file=sys.stderr)
-            write(
-                flags.out / "h100-80gb" / "finetune.json", {"policy": flags.policy, "seq_len": flags.seq_len, "rows": rows}
-            )
-            print(rows[-1:], file=sys.stderr, flush=True)
+            found = where(before, model=Path(model).stem, target=target, mesh=mesh, way=way)
+            if not found and target in flags.targets:
+                found = [row_of(model, target, mesh, way, flags)]
+            rows += found
+            print(f"{found}", file=sys.stderr, flush=True)
+            after = [row for row in before if row not in rows]
+            write(path, {**settings, "rows": rows + after})
     cells = [
         (
             row["model"],
@@ -86,6 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     ]
     Console().print(list_table("fine-tuning", ("model", "target", "way", "GiB at batch 1", "largest batch"), cells))
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the experiment and returns its exit code."""
+    flags = flags_of(Flags, argv, "experiments.finetune")
+    set_up()
+    return run_command(lambda: work(flags), name="experiments.finetune", saved="the rows so far are filed")
 
 
 if __name__ == "__main__":

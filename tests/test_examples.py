@@ -63,6 +63,7 @@ EXAMPLES = {
     "plain_scan": Example({**LANGUAGE, "chunk": 8}, (("at plain_scan.py", "scan", 3),), 435.5, 24),
     "lora": Example({**LANGUAGE, "rank": 4}, (("at lora.py", "scan", 3),), 444.5, 24),
     "qlora": Example({**LANGUAGE, "rank": 4}, (("at qlora.py", "scan", 3),), 444.8, 24),
+    "lora_own_model": Example({**LANGUAGE, "rank": 4}, (("Block_0 to Block_2", "scope", 3),), 126.8, 12),
     "encoder_batchnorm": Example(
         {
             **{"num_frames": 32, "num_features": 8, "num_labels": 16},
@@ -228,7 +229,7 @@ def commands(main: Any, name: str, argv: list[str], capsys: Any) -> list[dict[st
 
 def test_all_examples_are_here():
     assert sorted(EXAMPLES) == NAMES
-    assert len(NAMES) == 22
+    assert len(NAMES) == 23
 
 
 @pytest.mark.parametrize("name", NAMES)

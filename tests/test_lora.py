@@ -1,28 +1,36 @@
 """LoRA adapters and quantized kernels of the decoder: equal to what is written by hand, and frozen but for the adapters."""
 
 import functools
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.config.lora import LINEAR_LAYERS, parse_lora
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import RULES
 from jaxremat.model.decoder_workload import decoder_workload, make_loss
+from jaxremat.model.hf import hf_config
 from jaxremat.model.linear import NF4, dequantize, quantize, quantized_dot, with_adapters
 from jaxremat.model.param_axes import logical_axes
 from jaxremat.model.transformer import Decoder, param_shapes
+from jaxremat.model.weights import load_safetensors
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.state import split_trained
 from jaxremat.policy.tree import combine, path_text
 from jaxremat.session.flags import ModelFlags, RunFlags
 from jaxremat.session.request import check_run
+from jaxremat.workload.load import load_factory
 from tests.helpers import quick_jit
+from tests.trainings import OWN, error_of, losses, trained
 
 BASE = ModelConfig(
     "lora", 61, 2, 64, 2, 1, 32, 128, positions="rope", mlp="swiglu", norm="rmsnorm", use_bias=False, qkv_bias=True,
@@ -184,6 +192,71 @@ def test_fields_that_do_not_go_together(changes):
         replace(BASE, **changes)
 
 
+def test_a_model_of_ones_own_gets_the_lines_to_write():
+    for fields in (ModelFlags(lora="16"), ModelFlags(lora="16", quantize_base="nf4")):
+        with pytest.raises(UsageError) as caught:
+            check_run(RunFlags(model="mine.py:workload", fields=fields))
+        assert caught.value.got.startswith("--lora 16 ")
+        assert all(part in caught.value.next_step for part in ("qwix.apply_lora_to_model", "trainable='*_lora_*'"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("base", ["", "int8", "nf4"])
+def test_qwix_s_adapters_are_those_by_hand(base):
+    """Loss and gradients of the example are those of the plain model whose kernels have the adapters' products added."""
+    import qwix
+
+    sizes = ["seq_len=12", "vocab_size=61", "num_layers=2", "width=32", "num_heads=2", "dtype=float32"]
+    adapted = load_factory("examples/lora_own_model.py:workload", [*sizes, "rank=4", "alpha=6.0", f"base={base}"])(batch=2)
+    plain = load_factory("examples/linen_unrolled.py:workload", [*sizes, "dropout=0.0"])(batch=2)
+    assert adapted.init
+    assert plain.loss
+    loss_of_plain, made, random = plain.loss, quick_jit(adapted.init)(jax.random.key(0)), np.random.default_rng(1)
+
+    def with_b(path: Any, leaf: jax.Array) -> Any:
+        is_b = path_text(path).endswith("lora_b")
+        return random.standard_normal(leaf.shape, np.float32) / 8 if is_b else leaf
+
+    floats, others = adapted.split(jax.tree_util.tree_map_with_path(with_b, made))
+    assert {path_text(path).split("/")[-1] for path, _ in jax.tree.leaves_with_path(floats)} == {
+        "kernel_lora_a",
+        "kernel_lora_b",
+    }
+
+    def by_hand(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        if "kernel_lora_a" not in tree:
+            return {name: by_hand(part) for name, part in tree.items()}
+        kernel = qwix.dequantize(tree["kernel"].array) if base else tree["kernel"]
+        rest = {name: leaf for name, leaf in tree.items() if "lora_" not in name}
+        return rest | {"kernel": kernel + 6.0 / 4 * tree["kernel_lora_a"] @ tree["kernel_lora_b"]}
+
+    def want_loss(floats: Any) -> jax.Array:
+        return loss_of_plain(by_hand(combine(floats, others)), tokens(), jax.random.key(0))
+
+    want = quick_jit(jax.value_and_grad(want_loss))(floats)
+    loss = adapted.loss_with(parse("nothing" if base else "dots"))
+    got = quick_jit(jax.value_and_grad(lambda floats: loss(combine(floats, others), tokens())))(floats)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+EXPERTS = replace(LORA, num_experts=4, experts_per_token=2)
+
+
+def test_experts_have_no_adapters():
+    """Layers of attention have them. Layers of experts alone are rejected, and a line says what is left out."""
+    with pytest.raises(UsageError) as caught:
+        replace(EXPERTS, lora="4:wi_*,down_proj")
+    assert caught.value.allowed.endswith("query, key, value, out")
+    workload = decoder_workload(EXPERTS, TRAIN, 2, "xla")
+    trained = {path_text(path) for path, _ in jax.tree.leaves_with_path(workload.trained_params)}
+    assert {path.split("/")[-2] for path in trained} == {"query", "key", "value", "out"}
+    assert any("experts" in note for note in workload.notes)
+    assert not any("experts" in note for note in decoder_workload(LORA, TRAIN, 2, "xla").notes)
+
+
 def test_only_the_adapters_are_trained():
     request = check_run(RunFlags(model="llama3-8b", fields=ModelFlags(lora="16:query,value"), target="h100-80gb"))
     made = request.model.factory(request, None, None).at(None, TRAIN)
@@ -201,3 +274,86 @@ def test_adapters_lie_as_their_kernels_do():
         assert set(axes) <= known, path_text(path)
         if path[-1].key in ("lora_a", "lora_b"):
             assert "embed" in axes or "mlp" in axes or "heads" in axes or "kv_heads" in axes
+
+
+#: A small Llama as transformers writes it.
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True},
+}
+
+
+def saved(folder: Path, seed: int) -> Path:
+    """A folder with the config and with random weights."""
+    random = np.random.default_rng(seed)
+    layer = {
+        **{"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32)},
+        **{"self_attn.o_proj": (32, 32), "mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)},
+        **{"input_layernorm": (32,), "post_attention_layernorm": (32,)},
+    }
+    shapes = {"embed_tokens": (256, 32), "norm": (32,)}
+    shapes |= {f"layers.{number}.{name}": shape for number in range(2) for name, shape in layer.items()}
+    folder.mkdir()
+    tensors = {f"model.{n}.weight": 0.3 * random.standard_normal(shape, np.float32) for n, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+@pytest.mark.full
+def test_a_training_begins_with_weights_and_resumes(tmp_path):
+    """The first loss is that of the base, checkpoints have the adapters alone, and the losses are those of one run."""
+    weights = saved(tmp_path / "weights", 1)
+    model = ("--hf", str(weights / "config.json"), "--lora", "2", "--dtype", "float32")
+    flags = (*model, "--policy", "dots", "--seq-len", "16", "--batch", "2", "--target", "cpu", "--sample-tokens", "0")
+    flags += ("--eval-every", "0", "--weights", str(weights))
+    first = trained(tmp_path / "a", *flags, "--num-steps", "2")
+    found = trained(tmp_path / "a", *flags, "--num-steps", "4")
+    assert found[:2] == first
+    assert losses(found) == losses(trained(tmp_path / "b", *flags, "--num-steps", "4"))
+    stored = (tmp_path / "a" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert {name.rpartition(".")[2] for name in re.findall(r"params\.([\w.]+)", stored)} == {"lora_a", "lora_b"}
+
+    config = replace(hf_config(weights), dtype="float32")
+    plain = decoder_workload(config, TrainConfig(seq_len=16), 2, "xla")
+    assert plain.loss
+    assert plain.batches
+    want = plain.loss(load_safetensors(weights, config), next(plain.batches()), jax.random.key(0))
+    np.testing.assert_allclose(first[0]["loss"], want, rtol=1e-5)
+
+    (weights / "model.safetensors").write_bytes((saved(tmp_path / "others", 2) / "model.safetensors").read_bytes())
+    changed = error_of(*flags, "--num-steps", "6", "--run-dir", str(tmp_path / "a"))
+    assert "frozen" in changed.got
+    elsewhere = error_of(*flags[:-1], str(tmp_path / "others"), "--num-steps", "6", "--run-dir", str(tmp_path / "a"))
+    assert "weights" in elsewhere.got
+
+
+@pytest.mark.full
+def test_parameters_of_four_bits_are_trained_or_rejected_before_anything_is_compiled(tmp_path):
+    """A training has them with jax 0.12, and not with jax 0.10."""
+    flags = (
+        "--model",
+        "tiny",
+        "--lora",
+        "2",
+        "--quantize-base",
+        "nf4",
+        "--seq-len",
+        "16",
+        "--batch",
+        "2",
+        "--policy",
+        "none",
+    )
+    flags += ("--target", "cpu", "--sample-tokens", "0", "--eval-every", "0", "--num-steps", "2")
+    if jax.__version_info__ < (0, 11):
+        assert "int8" in error_of(*flags).next_step
+    else:
+        assert len(trained(tmp_path / "run", *flags)) == 2
+
+
+@pytest.mark.full
+def test_weights_that_nobody_reads_or_that_are_not_there(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    for model, said in ((("--model", "tiny"), "no such file"), (("--model", f"{tmp_path}/mine.py:workload"), "mine.py")):
+        assert said in error_of(*model, "--target", "cpu", "--policy", "none", "--weights", str(tmp_path / "absent")).got

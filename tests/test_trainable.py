@@ -210,3 +210,72 @@ def test_a_plan_knows_the_residuals_of_frozen_kernels(h100):
         return sum(value.num_bytes for value in problem.values if value.needed and not value.name.startswith("args"))
 
     assert needed("layers/mlp") < needed() == needed("embedding")
+
+
+LAYERS = {"up": (8, 32), "gate": (8, 32), "down": (32, 8)}
+
+
+def stack_loss(params, batch, *, in_scan: bool):
+    """Three layers, in a scan over stacked parameters, or in scopes of their own."""
+
+    def layer(x, p):
+        up, gate, down = (p[name].astype(jnp.bfloat16) for name in LAYERS)
+        return x + (jnp.tanh(x @ up) * jax.nn.sigmoid(x @ gate)) @ down, None
+
+    x = batch.astype(jnp.bfloat16)
+    if in_scan:
+        x, _ = jax.lax.scan(layer, x, params)
+    else:
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x, _ = layer(x, params[f"layer_{i}"])
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def only_kind(trainable, *, in_scan: bool):
+    stacked = (3,) if in_scan else ()
+    one = {name: jax.ShapeDtypeStruct((*stacked, *sizes), jnp.float32) for name, sizes in LAYERS.items()}
+    params = one if in_scan else {f"layer_{i}": one for i in range(3)}
+    made = jaxremat.Workload(
+        loss=functools.partial(stack_loss, in_scan=in_scan),
+        params=params,
+        batch=jax.ShapeDtypeStruct((4, 8), jnp.float32),
+        trainable=trainable,
+    )
+    found = factory_of(made).layers_at(4, TRAIN)
+    assert found
+    (kind,) = found.kinds
+    return kind
+
+
+@pytest.mark.parametrize("in_scan", [True, False])
+@pytest.mark.parametrize(
+    ("trainable", "frozen"),
+    [
+        (None, set()),
+        ("down", {"up", "gate"}),
+        (lambda path, leaf: "up" not in path, {"up"}),
+        (("up", "gate", "down"), set()),
+    ],
+    ids=["all", "one", "by a function", "all by name"],
+)
+def test_the_frozen_parameters_of_found_layers_are_known(trainable, frozen, in_scan):
+    kind = only_kind(trainable, in_scan=in_scan)
+    shapes = sorted(kind.args[number].shape for number in kind.frozen)
+    assert shapes == sorted(LAYERS[name] for name in frozen)
+
+
+def test_a_parameter_is_frozen_only_where_it_is_in_all_layers():
+    kind = only_kind("layer_0", in_scan=False)
+    assert kind.frozen == frozenset()
+
+
+def test_a_plan_knows_the_residuals_of_frozen_found_layers(h100):
+    """Without gradients of the first two kernels, no matmul of a weight's gradient reads the layer's input."""
+
+    def needed(trainable):
+        kind = only_kind(trainable, in_scan=False)
+        problem, _ = layer_problem(kind.function, kind.args, h100.speed, frozen=kind.frozen)
+        return {value.name for value in problem.values if value.needed}
+
+    assert needed("down") < needed(None)

@@ -70,6 +70,8 @@ class TrainRunFlags(ProcessFlags, StepFlags):
     """Where the steps run. Default: the attached GPU, else this machine's CPU."""
     data: Annotated[str | None, Parameter(metavar="FILE")] = None
     """Text to train on, bytes as tokens. Its last tenth is held out for the evaluation. Default: Python's own manual."""
+    weights: Annotated[Path | None, Parameter(metavar="DIR|FILE")] = None
+    """The safetensors that a preset or --hf begins with, with --lora those of the base. Default: random values."""
     num_steps: Annotated[int, Parameter(metavar="N")] = 400
     """The number of the last step. More of them go on with a run that has ended."""
     run_dir: Annotated[Path | None, Parameter(metavar="DIR")] = None
@@ -192,7 +194,7 @@ def _train(
     policy, trials = policy_of(requested), trials_to_train(session, requested, quiet=new_plan is not None, folder=folder)
     batch = batch_to_train(session, requested)
     report.say(*run_lines(request, trials, policy, batch, folder))
-    config = config_of(trials, str(policy), batch)
+    config = config_of(trials, str(policy), batch, flags.weights)
     if folder and place.is_first:
         for changed in folder.compared(config):
             say(f"otherwise than before: {changed}; the losses may differ in their last bits")
@@ -213,7 +215,7 @@ def _train(
         printer.began(step, "" if step else sampled(params))
 
     listener = loop.Listener(began, printer.step, say, agree)
-    ended = loop.Training(trials, policy, batch, schedule_of(flags), listener, folder, writes=place.is_first).run()
+    ended = loop.Training(trials, policy, batch, schedule_of(flags), listener, folder, place.is_first, flags.weights).run()
     about = About(trials, policy, requested.text, batch, "trial")
     row = row_of(about, trials.compile(policy, batch), ended.timing) if ended.timing else None
     try:
@@ -279,6 +281,7 @@ def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool
         UsageError: the workload can't be trained.
     """
     from jaxremat.session.answers import trials_of
+    from jaxremat.step.inputs import rejects_four_bits
     from jaxremat.xla.options import repeatable_options
 
     trials = trials_of(session, requested, (lambda text: None) if quiet else note)
@@ -287,6 +290,22 @@ def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool
         raise UsageError(
             f"{name} is a whole step, and a training makes the step around a loss",
             next_step="give the loss: Workload(loss=f, params=..., batch=...)",
+        )
+    weights = session.request.flags.weights
+    if weights and workload.read_weights is None:
+        raise UsageError(
+            f"--weights {weights} was given, and {name} doesn't say how it reads weights",
+            allowed="presets, --hf, and a workload with read_weights=",
+            next_step="Workload(..., read_weights=read), where read(path, key) returns the parameters",
+        )
+    if weights and not weights.exists():
+        raise UsageError(f"--weights {weights}: there is no such file or folder", next_step="a folder of save_pretrained")
+    if rejects_four_bits(workload, trials.target.device):
+        raise UsageError(
+            f"{name} has parameters of 4 bits, which this jax can't train",
+            allowed="parameters of 4 bits with jax 0.12, and others with any jax",
+            cause="jax 0.10 takes them for arrays of another layout where it calls a compiled step",
+            next_step="--quantize-base int8, or pip install -U jax",
         )
     if obstacle := workload.obstacle_to_running:
         raise UsageError(f"{name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")

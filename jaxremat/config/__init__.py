@@ -192,9 +192,15 @@ class ModelConfig:
             upto = f"up to the {self.num_experts} experts"
             raise _bad_field("experts_per_token", self.experts_per_token, upto, "2 and 8 are usual ones")
         if self.lora:
-            from jaxremat.config.lora import parse_lora
+            from jaxremat.config.lora import LINEAR_LAYERS, OF_MLP, parse_lora
 
-            parse_lora(self.lora)
+            lora = parse_lora(self.lora)
+            if lora and self.has_experts and not {*lora.layers} - {*OF_MLP}:
+                raise UsageError(
+                    f"--lora {self.lora} names layers of experts, which have no adapters",
+                    allowed=f"of a model with experts, {', '.join(name for name in LINEAR_LAYERS if name not in OF_MLP)}",
+                    next_step=f"--lora {lora.rank} for all of attention",
+                )
         elif self.quantize_base != "none":
             raise UsageError(alone(f"--quantize-base {self.quantize_base}", "--lora"), next_step="add --lora 16")
         scaling = None

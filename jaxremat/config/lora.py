@@ -25,6 +25,8 @@ LINEAR_LAYERS = {
     "wi_1": "up_proj",
     "wo": "down_proj",
 }
+#: Those of the MLP. Experts have them without modules of their own.
+OF_MLP = ("wi_0", "wi_1", "wo")
 MAX_RANK = 4096
 
 

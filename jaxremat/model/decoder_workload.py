@@ -35,6 +35,7 @@ from jaxremat.model.transformer import (
     layer_names,
     param_shapes,
 )
+from jaxremat.model.weights import load_safetensors
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.found import FoundLayers, Kind
 from jaxremat.policy.linen import module_layer
@@ -158,11 +159,18 @@ def decoder_workload(
         trainable="lora_*" if model.lora else None,
         frozen_dtype=model.dtype,
         attention=implementation,
-        notes=(f"attention {implementation}: {reason}",),
+        notes=(f"attention {implementation}: {reason}", *_lora_notes(model)),
         data_hash=lambda: text_hash(load_text(data)),
         write_text=lambda params, num_tokens: sample_text(model, params, train.seq_len, num_tokens),
+        read_weights=lambda path, key: load_safetensors(path, model, key),
         otherwise=otherwise if implementation != "xla" else None,
     )
+
+
+def _lora_notes(model: ModelConfig) -> Iterator[str]:
+    """What a person should know of the adapters of a model with experts."""
+    if model.lora and model.has_experts:
+        yield f"lora      experts have no adapters, and their frozen kernels are in {model.dtype}"
 
 
 #: The shapes of the parameters, which take a while to trace.

@@ -156,7 +156,8 @@ def with_adapters(config: ModelConfig, base: Any, key: jax.Array | None = None, 
     ins, outs = kernel.shape[len(first) : len(first) + axes], kernel.shape[len(first) + axes :]
     if config.quantize_base != "none":
         coded = functools.partial(quantize, how=config.quantize_base, num_in=axes)
-        made["kernel"], made["kernel_scale"] = (jax.vmap(coded) if first else coded)(jnp.asarray(kernel))
+        of_layers = functools.partial(jax.lax.map, coded) if first else coded  # one after the other, for less memory
+        made["kernel"], made["kernel_scale"] = jax.jit(of_layers)(kernel)
     if name in lora.layers:
         dtype = jnp.dtype(config.param_dtype)
         made["lora_a"] = _uniform(key, (*first, *ins, lora.rank), dtype, math.prod(ins) ** -0.5)

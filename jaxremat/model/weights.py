@@ -79,13 +79,14 @@ class _Source:
         return (tensor.swapaxes(-1, -2) if self.is_turned else tensor)[..., self.start : self.stop].reshape(self.part)
 
 
-def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
+def load_safetensors(path: str | Path, config: ModelConfig, key: jax.Array | None = None) -> Any:
     """The decoder's parameter tree, with the weights that transformers saved.
 
     Args:
         path: a `.safetensors` file, or a folder with `model.safetensors`, or with several files and their
             `model.safetensors.index.json`.
         config: the model, as `hf_config` reads it. With `scan_layers` the layers are stacked, and otherwise unrolled.
+        key: the random key of the first values of adapters. None is `jax.random.key(0)`.
 
     Returns:
         The tree that `Decoder(config).init` has under `params`: numpy arrays in `config.param_dtype`. The host needs the bytes of
@@ -98,7 +99,7 @@ def load_safetensors(path: str | Path, config: ModelConfig) -> Any:
         MissingDependencyError: the package safetensors isn't installed.
     """
     if config.lora:
-        return with_adapters(config, load_safetensors(path, replace(config, lora="", quantize_base="none")))
+        return with_adapters(config, load_safetensors(path, replace(config, lora="", quantize_base="none")), key)
     with contextlib.ExitStack() as stack:
         tensors = _by_name(str(path), (tensor for file in _files(Path(path)) for tensor in _tensors(file, stack)))
         leaves, tree = jax.tree_util.tree_flatten_with_path(param_shapes(config))

@@ -17,12 +17,12 @@ chunks, are taken for layers.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from jaxremat.policy.cut import checkpoints_around
 from jaxremat.policy.found import FoundBy, LeftAlone
-from jaxremat.policy.jax_private import callee
+from jaxremat.policy.jax_private import callee, num_operands
 from jaxremat.policy.loops import depending, is_recurrence, made_of, why_not_layers
 from jaxremat.policy.names import users_line
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
@@ -103,6 +103,17 @@ class Level:
         for n, level in self.inside.items():
             yield from level.levels(is_mapped or self.facts.program.equations[n].kind == "shard_map")
 
+    def frozen(self, inputs: Set[int]) -> "Iterator[tuple[Level, Set[int]]]":
+        """This level and those inside it, each with its values made of frozen parameters alone.
+
+        `inputs` has the numbers of those inputs of this level's program that are such values.
+        """
+        program = self.facts.program
+        found = made_of(program, inputs, {*program.inputs} - inputs)
+        yield self, found
+        for n, level in self.inside.items():
+            yield from level.frozen(read_frozen(program.equations[n], level.facts.program, found))
+
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
@@ -153,6 +164,22 @@ def _search(program: Program, parameters: Sequence[int], wanted: "_Wanted") -> L
     left = dict.fromkeys(_parts_left_alone(facts, stacks, opened))
     found = families(facts, whole)
     return Level(facts, stacks, opened, tuple(left), tuple(dict.fromkeys(family.pattern for family in found)))
+
+
+def read_frozen(equation: Equation, program: Program, frozen: Set[int]) -> Set[int]:
+    """The inputs of a called program that are frozen.
+
+    What a scan carries isn't.
+
+    Args:
+        equation: the equation that calls the program.
+        program: the called program.
+        frozen: the frozen values of the program that has the equation.
+    """
+    first, num_carry = num_operands(equation.eqn) if equation.kind == "scan" else (0, 0)
+    carried = program.inputs[first : first + num_carry]
+    pairs = zip(program.inputs, equation.inputs, strict=True)
+    return {own for own, atom in pairs if isinstance(atom, int) and atom in frozen}.difference(carried)
 
 
 def inner_program(equation: Equation) -> Program:

@@ -7,7 +7,7 @@ block, so that one policy serves them all. Where a program has several kinds of 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.cut import Piece, cut, renamed
-from jaxremat.policy.find import Level, Stack, inner_program
+from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
 from jaxremat.policy.jax_private import num_operands
 from jaxremat.policy.names import all_written_names, users_line
@@ -45,7 +45,7 @@ class _Group:
     """The layers of one kind in a stack.
 
     `is_mapped` is true inside a shard_map, whose axes only exist while it runs. `parent` is the path before the layers' names,
-    where other layers have these names too.
+    where other layers have these names too. `frozen` has the numbers of the values that are made of frozen parameters alone.
     """
 
     level: Level
@@ -54,6 +54,7 @@ class _Group:
     prefix: str
     is_mapped: bool
     parent: str
+    frozen: Set[int]
 
     @functools.cached_property
     def variants(self) -> dict[int, int]:
@@ -144,15 +145,38 @@ class LayerKinds:
             function=_refused if group.is_mapped else self.named(layer),
             args=layer.piece.args,
             prefix=layer.prefix,
+            frozen=self._frozen(group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
                 for other, num_layers in zip(others, [*group.variants.values()][1:], strict=True)
             ),
         )
 
+    def _frozen(self, group: _Group) -> frozenset[int]:
+        """The numbers of the arguments of a kind's function that are frozen.
 
-def layer_kinds(level: Level) -> LayerKinds:
-    """The kinds of layers of a searched program, in the program's order."""
+        They are frozen in each layer that the function stands for.
+        """
+        level, stack, places = group.level, group.stack, [*group.variants][:1]
+        if stack.in_scan:
+            equation = level.facts.program.equations[stack.span.start]
+            program = inner_program(equation)
+            inputs, frozen = [program.inputs], read_frozen(equation, program, group.frozen)
+        else:
+            same = level.facts.exact(stack.layers[places[0]])
+            places = [i for i in group.places if level.facts.exact(stack.layers[i]) == same]
+            inputs, frozen = [self.layer(level, stack, i).piece.inputs for i in places], group.frozen
+        return frozenset(n for n, numbers in enumerate(zip(*inputs, strict=True)) if frozen >= {*numbers})
+
+
+def layer_kinds(level: Level, frozen: Set[int] = frozenset()) -> LayerKinds:
+    """The kinds of layers of a searched program, in the program's order.
+
+    Args:
+        level: the searched program.
+        frozen: the numbers of its inputs that are frozen parameters.
+    """
+    frozen_in = dict(level.frozen(frozen))
     found = [
         (inner, stack, places, is_mapped)
         for inner, is_mapped in level.levels()
@@ -165,7 +189,9 @@ def layer_kinds(level: Level) -> LayerKinds:
         parent = "/".join(stack.parent) + "/" if stack.scopes and stack.parent and short.count(own) > 1 else ""
         name = unused_name(parent + own, taken)
         taken.add(name)
-        groups.append(_Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped, parent))
+        groups.append(
+            _Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped, parent, frozen_in[inner])
+        )
     return LayerKinds(tuple(groups))
 
 

@@ -16,7 +16,7 @@ A loop over stacked parameters stays a loop. The policy goes inside its body.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -110,9 +110,29 @@ def find_layers(function: Callable[..., Any], *args: Any, layers: Patterns = Non
         layers: as for `with_policy`.
         **kwargs: further arguments of the function.
     """
+    return layers_in(function, args, kwargs, layers)
+
+
+def layers_in(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    layers: Patterns = None,
+    num_trained: int | None = None,
+) -> FoundLayers:
+    """`find_layers`, where only some parameters are trained.
+
+    Args:
+        function: as for `find_layers`.
+        args: its arguments.
+        kwargs: its arguments by name.
+        layers: as for `with_policy`.
+        num_trained: how many of the first argument's arrays are trained, the first ones. None where all are.
+    """
     with on_arrays(function, args, kwargs) as call:
         level = _search(call, layers)
-    kinds = layer_kinds(level)
+    inputs = level.facts.program.inputs[: call.num_first]
+    kinds = layer_kinds(level, frozenset() if num_trained is None else frozenset(inputs[num_trained:]))
     left = tuple(dict.fromkeys(part for inner, _ in level.levels() for part in inner.left_alone))
     return FoundLayers(tuple(kinds.shown), left, _looked_at(level, layers), kinds.has_complex)
 

@@ -239,6 +239,10 @@ def requested_model(flags: StepFlags) -> RequestedModel:
          f"leave {of_own} out, or give --model FILE.py:ATTR"),
         (len(lengths) > 1, f"--seq-len has {len(lengths)} lengths, and this command takes one", f"--seq-len {[*lengths, 0][0]}",
          "", "several lengths with jaxremat run and jaxremat sweep"),
+        (is_own and flags.fields.lora, f"--lora {flags.fields.lora} was given, and --model {named} is a workload of your own",
+         "in your function, model = qwix.apply_lora_to_model(model, qwix.LoraProvider(module_path='.*', rank=16, alpha=16.0)), "
+         "and Workload(..., trainable='*_lora_*'); examples/lora_own_model.py is whole",
+         "adapters are put in where a model is made, and not into a finished loss", "--lora with presets and --hf"),
         (is_own and of_presets, f"--model {named} is a workload of your own, and about presets alone: "
          f"{', '.join(map(flag_of, of_presets))}", "leave that out; --model-arg KEY=VALUE sets what your function takes"),
     )  # fmt: skip

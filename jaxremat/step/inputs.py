@@ -21,7 +21,9 @@ from jaxremat.step.step import TrainState, init_state
 from jaxremat.workload.workload import Workload, is_concrete
 
 
-def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: Any = None) -> TrainState | None:
+def first_state(
+    workload: Workload, train: TrainConfig, device: Any, shardings: Any = None, params: Any = None
+) -> TrainState | None:
     """The state before the first step.
 
     None for a workload that is a step, whose arguments are its inputs.
@@ -31,14 +33,34 @@ def first_state(workload: Workload, train: TrainConfig, device: Any, shardings: 
         train: the training step.
         device: where the state is put, if it isn't on a mesh.
         shardings: how the state lies on a mesh. Each device then makes only its part.
+        params: the parameters in place of the workload's first ones.
     """
     if workload.step is not None:
         return None
-    if workload.init is not None:
+    if params is not None:
+        params = workload.stored(params)  # before they are on the device, so that it holds frozen ones in their dtype alone
+    elif workload.init is not None:
         return jax.jit(lambda: init_state(workload, train), out_shardings=shardings)()
-    params = _own_buffers(workload.params)
+    else:
+        params = _own_buffers(workload.params)
     params = jax.device_put(params, device) if shardings is None else placed(params, shardings.params)
     return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0, out_shardings=shardings)(params)
+
+
+def rejects_four_bits(workload: Workload, device: Any) -> bool:
+    """Whether the workload has parameters of 4 bits, which this jax rejects.
+
+    jax 0.10 does, where they are arguments of a compiled step: it compares their layout, which says nothing of the bits, with the
+    program's, which does.
+    """
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(workload.abstract_params)} & {jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4)}
+    for dtype in dtypes:
+        array = jax.device_put(np.zeros(2, dtype), device)
+        try:
+            jax.jit(lambda x: x + x).lower(array).compile()(array)
+        except ValueError:
+            return True
+    return False
 
 
 def placed(tree: Any, shardings: Any) -> Any:

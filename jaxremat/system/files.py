@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from jaxremat.errors import JaxrematError, UsageError
 
 #: The flags whose values name files that a command only reads. Flags whose values are paths otherwise name what it writes.
-READ = ("lengths", "price", "data", "hf", "target", "policy", "model")
+READ = ("lengths", "price", "data", "hf", "target", "policy", "model", "weights")
 #: The flags whose values name folders that a command writes to.
 FOLDERS = ("--xprof", "--run-dir", "--submit")
 #: The next step where the folder of temporary files can't be written.

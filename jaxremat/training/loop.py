@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxremat.policy.state import has_objects
 from jaxremat.policy.tree import combine
 from jaxremat.step.inputs import first_state, inputs, placed
 from jaxremat.step.microbatches import sample_axes
-from jaxremat.step.step import abstract_args, evaluation_key, step_shardings
+from jaxremat.step.step import abstract_args, evaluation_key, params_key, step_shardings
 from jaxremat.system.interrupt import deferred, in_xla
 from jaxremat.training.checkpoints import Checkpoints, all_finite, digest
 from jaxremat.training.metrics import MetricsFile, StepMetrics, finite
@@ -112,6 +113,7 @@ class Training:
         listener: what is called meanwhile.
         folder: where metrics and checkpoints go. None stores nothing.
         writes: whether this process writes the metrics. Of several only the first does.
+        weights: the file or folder with the parameters that the run begins with. None makes them by the seed.
     """
 
     trials: Trials
@@ -121,6 +123,7 @@ class Training:
     listener: Listener = field(default_factory=Listener)
     folder: RunFolder | None = None
     writes: bool = True
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         trials = self.trials
@@ -238,8 +241,11 @@ class Training:
 
     def _first_state(self) -> Any:
         shardings = None if self.target.mesh is None else self.state_shardings
+        read, params = self.workload.read_weights, None
+        if self.weights and read:
+            params = read(self.weights, params_key(self.train.seed))
         with in_xla():
-            return jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings))
+            return jax.block_until_ready(first_state(self.workload, self.train, self.target.device, shardings, params))
 
     def _batches(self, done: int) -> Iterator[Any]:
         """The batches of the steps after `done` steps, on the device."""

@@ -45,8 +45,11 @@ class RunConfig:
     rounding: dict[str, Any]
 
 
-def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
-    """The configuration of a run under a policy, with a batch for each data-parallel group."""
+def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = None) -> RunConfig:
+    """The configuration of a run under a policy, with a batch for each data-parallel group.
+
+    `weights` is the file or folder that it begins with.
+    """
     train, workload = trials.train_at(batch), trials.workload_at()
     fields = {"model": trials.factory.config(), "train": asdict(train)}
     decides: dict[str, Any] = {}
@@ -59,7 +62,7 @@ def config_of(trials: Trials, policy: str, batch: int) -> RunConfig:
         "global_batch": trials.global_batch_at(batch),
         "data": workload.data_hash() if workload.data_hash else "",
         "random_keys": KEYS,
-    }
+    } | ({"weights": str(weights.resolve())} if weights else {})
     rounding |= {
         "target": f"{trials.target.name}: {trials.target.description}",
         "mesh": str(trials.target.mesh_shape),

@@ -23,8 +23,8 @@ from jaxremat.mesh.sharding import AnyMesh, axes_in, tracing_for, tracing_on
 from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
-from jaxremat.policy.tree import path_text
-from jaxremat.policy.with_policy import find_layers
+from jaxremat.policy.tree import combine, path_text
+from jaxremat.policy.with_policy import find_layers, layers_in
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.samples import Growth, growth
 from jaxremat.workload.trainable import Narrowed
@@ -321,7 +321,16 @@ def _layers_in(workload: Workload) -> FoundLayers | None:
     if workload.loss is None or workload.own_layers:
         return None
     with tracing_on(workload.mesh, is_own=True):
-        return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+        if workload.trainable is None:
+            return find_layers(workload.loss, *workload.loss_args, layers=workload.layers)
+        loss, (params, *rest) = workload.loss, workload.loss_args
+        parts = workload.split(params)
+
+        def of_parts(parts: Any, *rest: Any) -> Any:
+            return loss(combine(*parts), *rest)
+
+        num_trained = len(jax.tree.leaves(parts[0]))
+        return layers_in(of_parts, (parts, *rest), {}, workload.layers, num_trained)
 
 
 def _what_grows(workload: Workload) -> Any:

@@ -56,7 +56,7 @@ _TAKES = {
 #: The functions of a workload that aren't functions of arrays, by how they are run in `user_code`.
 _OTHER_FUNCTIONS = {
     wrap_user_batches: ("batches", "eval_batches"),
-    wrap_user_function: ("as_config", "data_hash", "logical_axes", "otherwise"),
+    wrap_user_function: ("as_config", "data_hash", "logical_axes", "otherwise", "read_weights"),
 }
 _NOT_GIVEN = inspect.Parameter.empty
 _NOT_THERE = object()

@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -41,7 +42,7 @@ MAX_CONCRETE_BYTES = 2**30
 #: The fields that are functions.
 _FUNCTIONS = (
     *("loss", "step", "init", "batches", "eval_loss", "eval_batches", "loss_under", "matrix_axes", "logical_axes"),
-    *("data_hash", "write_text", "otherwise", "as_config"),
+    *("data_hash", "write_text", "read_weights", "otherwise", "as_config"),
 )
 #: The fields that go with a loss alone.
 _OF_LOSS = (
@@ -128,6 +129,8 @@ class Workload:
         notes: lines for the heading of a command.
         data_hash: makes a hash of what it is trained on. A training that is resumed compares it.
         write_text: `write_text(params, num_tokens)` is a text that the model writes, for `jaxremat train --sample-tokens`.
+        read_weights: `read_weights(path, key)` has the parameters with the values of a file or folder, for `jaxremat train
+            --weights`. Parameters that aren't there, such as those of adapters, have first values by the random key.
         otherwise: makes another workload that computes the same, tried where XLA rejects a step, and the flag that chooses it.
 
     Raises:
@@ -165,6 +168,7 @@ class Workload:
     notes: tuple[str, ...] = ()
     data_hash: Callable[[], str] | None = None
     write_text: Callable[[Any, int], str] | None = None
+    read_weights: Callable[[Path, jax.Array], Any] | None = None
     otherwise: "Callable[[], tuple[Workload, str]] | None" = None
 
     def __post_init__(self) -> None:
@@ -407,7 +411,9 @@ def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _as_dtype(leaf: Any, dtype: jnp.dtype) -> Any:
-    return leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf, dtype)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype)
+    return leaf.astype(dtype) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf, dtype)
 
 
 def _as_struct_where_it_lies(leaf: Any) -> jax.ShapeDtypeStruct:
