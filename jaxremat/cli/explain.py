@@ -9,7 +9,6 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 """
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
-    from jaxremat.trial.record import ExplainRecord
     from jaxremat.trial.trials import Trials
 
 DEFAULT_BATCH = 32
@@ -95,9 +93,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     Each is printed as soon as its step is compiled.
     """
     from jaxremat.chips.target import load_target
+    from jaxremat.report.page import PageInput
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
+    from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
     flags = request.flags
@@ -110,7 +110,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         session = Session.of(request, load_target(flags.target, request.mesh))
         show_heading(session, report)
         printer = ExplainPrinter(report)
-        pages = []
+        pages, command = list[PageInput](), ("jaxremat", "explain", *sys.argv[1:])
 
         def show_known() -> None:
             printer.all_done()
@@ -125,7 +125,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                     row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=flags.lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
-                        pages.append(page_input(row, trials, policy))
+                        pages.append(page_input(row, trials, policy, command))
                     if flags.xprof:
                         export(trials, policy, batch, flags.xprof)
                     trials.forget()  # XLA's dump of a program is large
@@ -134,31 +134,6 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
-
-
-def page_input(row: "ExplainRecord", trials: "Trials", policy: Policy) -> "PageInput":
-    """The step of `row` as `write_page` takes it."""
-    from jaxremat.answer.savings import savings
-    from jaxremat.answer.workload_estimate import estimate_workload
-    from jaxremat.planner.shared_budget import one_of_each
-    from jaxremat.report.page import PageInput
-    from jaxremat.xla.options import with_preset
-
-    memory, speed = trials.compile(policy, row.batch).memory_map, trials.target.speed
-    return PageInput(
-        title=row.model,
-        policy=with_preset(row.policy, row.xla_preset),
-        batch=row.batch,
-        target=f"{row.target}: {trials.target.description}"
-        + (f", one of {row.num_devices} in {row.mesh}" if row.mesh else ""),
-        memory=memory,
-        budget_bytes=row.budget_bytes,
-        versions={name: version for name, version in row.versions.items() if version},
-        command=shlex.join(["jaxremat", "explain", *sys.argv[1:]]),
-        savings=savings(one_of_each(estimate_workload(trials, speed, row.batch)).problem, memory)
-        if speed and trials.factory.num_layers()
-        else None,
-    )
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
