@@ -54,7 +54,7 @@ class ExplainFlags(StepFlags):
     xprof: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write what XProf's memory viewer opens: xprof --logdir DIR."""
     page: Annotated[Path | None, Parameter(metavar="FILE.html")] = None
-    """Draw the memory over the program as one offline page, to explore and to compare the policies in a browser."""
+    """Draw the memory over the program and over time as one offline page, with what --lint finds, to explore in a browser."""
     redact: bool = False
     """Leave source lines and absolute paths out of the page."""
 
@@ -93,7 +93,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     Each is printed as soon as its step is compiled.
     """
     from jaxremat.chips.target import load_target
-    from jaxremat.report.page import PageInput
+    from jaxremat.report.page import PageInput, write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
@@ -110,6 +110,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         session = Session.of(request, load_target(flags.target, request.mesh))
         show_heading(session, report)
         printer = ExplainPrinter(report)
+        lint = flags.lint or flags.page is not None
         pages, command = list[PageInput](), ("jaxremat", "explain", *sys.argv[1:])
 
         def show_known() -> None:
@@ -122,7 +123,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
                 for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
                     progress.show(f"{policy}, batch {batch}")
-                    row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=flags.lint)
+                    row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
                         pages.append(page_input(row, trials, policy, command))
@@ -130,7 +131,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                         export(trials, policy, batch, flags.xprof)
                     trials.forget()  # XLA's dump of a program is large
         if no_fit := printer.no_fit():
-            show_no_fit(session, no_fit, report, progress)
+            suggestions = show_no_fit(session, no_fit, report, progress)
+            if flags.page and suggestions:
+                least = [row for row in printer.rows if row.total_bytes is not None].index(no_fit)
+                pages[least] = replace(pages[least], fits_instead=suggestions)
+                write_page(flags.page, pages, redact=flags.redact)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()

@@ -31,7 +31,7 @@ _REST = "; these take at most about "
 
 
 def compile_text(what: str, compile: Compile, *about: str) -> str:
-    """What is compiled, which compile it is, about how large the largest batch is, and how long the rest may take.
+    """What is compiled, which compile it is, the estimated batch, and how long the rest takes.
 
     Of `"dots", Compile(3, 9, 23.4), "batch 8"`: `dots: compile 3 of at most 9, batch 8; these take at most about 24 s more`.
     """

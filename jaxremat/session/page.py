@@ -2,7 +2,7 @@
 
 import html
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxremat.policy.spec import Policy
     from jaxremat.trial.record import ExplainRecord
     from jaxremat.trial.trials import Trials
+    from jaxremat.xla.buffers import MemoryMap
 
 #: The height of a page in a notebook, in pixels.
 _HEIGHT = 640
@@ -61,9 +62,11 @@ def page_input(row: "ExplainRecord", trials: "Trials", policy: "Policy", command
     from jaxremat.answer.savings import savings
     from jaxremat.answer.workload_estimate import estimate_workload
     from jaxremat.planner.shared_budget import one_of_each
+    from jaxremat.xla.clock import times_of
     from jaxremat.xla.options import with_preset
 
-    memory, speed = trials.compile(policy, row.batch).memory_map, trials.target.speed
+    done, speed = trials.compile(policy, row.batch), trials.target.speed
+    memory = done.memory_map
     return PageInput(
         title=row.model,
         policy=with_preset(row.policy, row.xla_preset),
@@ -77,4 +80,24 @@ def page_input(row: "ExplainRecord", trials: "Trials", policy: "Policy", command
         savings=savings(one_of_each(estimate_workload(trials, speed, row.batch)).problem, memory)
         if speed and trials.factory.num_layers()
         else None,
+        seconds=seconds_at(memory, times_of(done.module, speed)) if speed else (),
+        interval=speed.interval if speed else None,
+        findings=row.findings or (),
     )
+
+
+def seconds_at(memory: "MemoryMap", times: Mapping[str, float]) -> list[float]:
+    """The seconds at each position of the program.
+
+    Those of an instruction that isn't in it, such as one of a computation that another one calls, count for the one before.
+
+    Args:
+        memory: the memory map of a step.
+        times: the seconds of its instructions, in the order of the program.
+    """
+    position = {operation.name: n for n, operation in enumerate(memory.program)}
+    seconds, at = [0.0] * len(memory.program), 0
+    for name, time_s in times.items():
+        at = position.get(name, at)
+        seconds[at] += time_s
+    return seconds

@@ -286,7 +286,7 @@ class Session:
     def _explained(
         self, policies: "Sequence[str | Policy]", batch: int, *, num_largest: int, lint: bool
     ) -> "Iterator[tuple[ExplainRecord, Trials, Policy]]":
-        """For each policy the record of its memory, the trials that its step is one of, and the policy itself."""
+        """For each policy the record of its memory, the trials of its step, and the policy."""
         from jaxremat.report.progress import Progress
         from jaxremat.report.screen import shared_screen
         from jaxremat.session.answers import policy_of, trials_of

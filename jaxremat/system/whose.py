@@ -60,7 +60,10 @@ def is_within(file: str | Path, *folders: str | Path) -> bool:
 
 
 def shown_file(file: str) -> str:
-    """The file as a person knows it. A notebook's cell has its number, such as `In[3]`, in place of a temporary file."""
+    """The file as a person knows it.
+
+    A notebook's cell has its number, such as `In[3]`, in place of a temporary file.
+    """
     cell, ipython = _CELL.search(file), sys.modules.get("IPython")
     if not cell or ipython is None or (shell := ipython.get_ipython()) is None:
         return file
