@@ -92,3 +92,26 @@ def in_parallel(
         except BaseException:
             deadline.end()
             raise
+
+
+def in_processes(
+    things: Sequence[Job],
+    a_process: int,
+    num_workers: int,
+    deadline: Deadline,
+    run: Callable[[Sequence[Job]], Child],
+    died: Callable[[Job, str], Row],
+) -> Iterator[Row]:
+    """Yields the row of each thing, made in processes of `a_process` things each.
+
+    Where a process dies, `died` makes the row of the thing that it died at, and a new process makes the rows after it.
+    """
+    left = [things[n : n + a_process] for n in range(0, len(things), a_process)]
+    while left:
+        jobs, left = left, []
+        for some, child in in_parallel(num_workers, deadline, run, jobs):
+            yield from child.rows
+            missing = some[len(child.rows) :]
+            if missing:
+                yield died(missing[0], f"its process died: {child.error}")
+                left += [missing[1:]] if missing[1:] else []

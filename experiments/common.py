@@ -102,12 +102,7 @@ def flags_of(kind: type[FlagsT], argv: Sequence[str] | None, prog: str) -> Flags
 
 
 def run_experiment(
-    name: str,
-    kind: type[Any],
-    argv: Sequence[str] | None,
-    measures: Measures,
-    show: Show,
-    unfiled: Sequence[str] = (),
+    name: str, kind: type[Any], argv: Sequence[str] | None, measures: Measures, show: Show, unfiled: Sequence[str] = ()
 ) -> int:
     """Reads the flags of an experiment, does its parts as `run_parts` does, and returns the exit code.
 

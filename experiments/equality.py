@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from experiments.children import Child, in_parallel, run_child
+from experiments.children import Child, in_processes, run_child
 from experiments.common import RESULTS, flags_of, other_parts, set_up, write
 from jaxremat.system.process import Deadline
 
@@ -108,22 +108,17 @@ def work(flags: Flags) -> int:
 
 
 def rows_of(flags: Flags, texts: list[str]) -> Iterator[Row]:
-    """Yields the row of each of these programs, checked in processes of `A_PROCESS` programs each."""
+    """The row of each of these programs, checked in processes of `A_PROCESS` programs each."""
     deadline = Deadline(SECONDS_EACH * len(texts))
-    left = [texts[n : n + A_PROCESS] for n in range(0, len(texts), A_PROCESS)]
     quick = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"}
 
-    def run(some: list[str]) -> Child:
+    def run(some: Sequence[str]) -> Child:
         return run_child("experiments.equality", ["--programs", *some], deadline, quick)
 
-    while left:
-        jobs, left = left, []
-        for some, child in in_parallel(flags.jobs, deadline, run, jobs):
-            yield from child.rows
-            missing = some[len(child.rows) :]
-            if missing:  # the process died at the first of these
-                yield {"what": missing[0], "outcome": "failed", "error": f"its process died: {child.error}", "seconds": None}
-                left += [missing[1:]] if missing[1:] else []
+    def died(text: str, error: str) -> Row:
+        return {"what": text, "outcome": "failed", "error": error, "seconds": None}
+
+    return in_processes(texts, A_PROCESS, flags.jobs, deadline, run, died)
 
 
 def main(argv: list[str] | None = None) -> int:

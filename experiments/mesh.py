@@ -106,11 +106,7 @@ def trial_on(
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table. Each mesh is of
 #: one model, so that the table leaves the model out.
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
-    "steps": (
-        measure_steps,
-        3,
-        ("mesh", "policy", "flags", "total_bytes", "step_s", "collective_exposed_s", "compile_s"),
-    ),
+    "steps": (measure_steps, 3, ("mesh", "policy", "flags", "total_bytes", "step_s", "collective_exposed_s", "compile_s"))
 }
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "total_bytes": ("GiB", lambda value: f"{value / 2**30:.2f}"),

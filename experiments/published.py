@@ -519,11 +519,7 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
             *("collective_exposed_s", "host_exposed_s", "other_s"),
         ),
     ),
-    "fits": (
-        measure_fits,
-        1,
-        ("without", "num_steps", "training_share", *TPU_NUMBERS, "median_off", "most_off"),
-    ),
+    "fits": (measure_fits, 1, ("without", "num_steps", "training_share", *TPU_NUMBERS, "median_off", "most_off")),
     "alone": (measure_alone, 1, ("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s")),
     "bytes": (
         measure_bytes,

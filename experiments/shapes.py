@@ -17,14 +17,14 @@ import json
 import random
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from experiments.children import Child, in_parallel, run_child
+from experiments.children import Child, in_processes, run_child
 from experiments.common import RESULTS, flags_of, set_up, write
 from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.cli.command import parse_flags
@@ -229,23 +229,17 @@ def work(flags: Flags) -> int:
 
 
 def rows_of(flags: Flags, numbers: list[int]) -> Iterator[Row]:
-    """Yields the row of each of these configurations, compiled in processes of `A_PROCESS` configurations each."""
+    """The row of each of these configurations, compiled in processes of `A_PROCESS` configurations each."""
     deadline = Deadline(SECONDS_EACH * max(A_PROCESS, len(numbers)))
-    left = [numbers[n : n + A_PROCESS] for n in range(0, len(numbers), A_PROCESS)]
 
-    def run(some: list[int]) -> Child:
+    def run(some: Sequence[int]) -> Child:
         argv = ["--seed", str(flags.seed), "--numbers", *map(str, some)]
         return run_child("experiments.shapes", argv, deadline, {})
 
-    while left:
-        jobs, left = left, []
-        for some, child in in_parallel(flags.jobs, deadline, run, jobs):
-            yield from child.rows
-            missing = some[len(child.rows) :]
-            if missing:  # the process died at the first of these
-                what = said(draw(flags.seed, missing[0]))
-                yield {"number": missing[0], "what": what, "outcome": "failed", "error": f"its process died: {child.error}"}
-                left += [missing[1:]] if missing[1:] else []
+    def died(number: int, error: str) -> Row:
+        return {"number": number, "what": said(draw(flags.seed, number)), "outcome": "failed", "error": error}
+
+    return in_processes(numbers, A_PROCESS, flags.jobs, deadline, run, died)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ revisions. It is run where the code changes and the answers must not.
 """
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from rich.console import Console
 from experiments.children import Child, run_child
 from experiments.common import RESULTS, Row, flags_of, write
 from jaxremat.cli.command import run_command
-from jaxremat.errors import UsageError
+from jaxremat.cli.diff import folder_at, git
 from jaxremat.report.table import list_table
 from jaxremat.system.process import Deadline
 
@@ -88,26 +87,14 @@ def rows_of(flags: Flags) -> Iterator[Row]:
     Raises:
         UsageError: there is no such revision.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "since")
-        if _git("worktree", "add", "--detach", str(tree), flags.since).returncode:
-            raise UsageError(
-                f"--since got {flags.since!r}", allowed="a revision of this repository", next_step="--since HEAD"
-            )
-        try:
-            for request in REQUESTS:
-                yield compared(tree, request)
-        finally:
-            _git("worktree", "remove", "--force", str(tree))
-
-
-def _git(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    with folder_at(flags.since) as tree:
+        for request in REQUESTS:
+            yield compared(tree, request)
 
 
 def work(flags: Flags) -> int:
     """Files each row, prints the table, and returns 1 if a request fails or a record differs."""
-    revisions = {name: _git("rev-parse", name).stdout.strip() for name in (flags.since, "HEAD")}
+    revisions = {name: git("rev-parse", "--verify", name, revision=name) for name in (flags.since, "HEAD")}
     rows: list[Row] = []
     for row in rows_of(flags):
         rows.append(row)

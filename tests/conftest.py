@@ -42,6 +42,7 @@ ANY_JAX = set(
     test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models test_signals test_screen
     test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
     test_base test_mix test_expert_axis test_train test_given_model test_workload test_model test_samples test_user_code
+    test_session test_published test_pytest_plugin
     """.split()  # noqa: SIM905
 )
 

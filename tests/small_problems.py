@@ -54,12 +54,7 @@ def solve_by_trying_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_trying_all(
-    problem: Problem,
-    budget_bytes: int,
-    *,
-    max_offload_bytes: int = 0,
-    rows: Sequence[Row] = (),
-    time_limit_s: float = 0.0,
+    problem: Problem, budget_bytes: int, *, max_offload_bytes: int = 0, rows: Sequence[Row] = (), time_limit_s: float = 0.0
 ) -> Solution:
     """What `solve` finds."""
     points = _points(replace(problem, save_s_per_byte=0.0), max_offload_bytes)

@@ -4,16 +4,18 @@ import json
 import shlex
 import sys
 from dataclasses import asdict, replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from jaxremat.chips.target import load_target
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.processes import COMMAND, task_of
+from jaxremat.cli.processes import task_of
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import as_flags
 from jaxremat.session.flags import RunFlags
+from jaxremat.trial.lines import from_row
 from jaxremat.trial.queue import SweepTrial, run_trial
 from jaxremat.trial.record import LargestBatchRecord, TrialRecord
 from jaxremat.trial.task import Result, Task, read_task
@@ -26,8 +28,8 @@ SMALL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target cpu --step
 class Watched(Workers):
     """Workers whose results are in `ended`. A process that measures has a second where no device is timed."""
 
-    def __init__(self, command):
-        super().__init__(command)
+    def __init__(self, command, environment=None):
+        super().__init__(command, environment)
         self.ended = list[Result]()
 
     def start(self, task: Task, *, timeout_s: float, cache: bool = False):
@@ -37,26 +39,6 @@ class Watched(Workers):
         found = super().wait(at_most_s)
         self.ended += [result for _, result in found]
         return found
-
-
-@pytest.mark.full
-def test_compiled_in_one_process_and_run_in_another_from_its_cache():
-    flags = parse_flags(RunFlags, SMALL)
-    attempt = SweepTrial("key", "tiny", "none", "cpu", 2, task_of(flags, "none", 2, "default"), {}, alone=True)
-    with (workers := Watched(COMMAND)):
-        (row,) = run_trial(attempt, workers, 300, lambda line: None)
-    compiled, measured = (result.records[0] for result in workers.ended)
-    assert isinstance(compiled, TrialRecord)
-    assert isinstance(measured, TrialRecord)
-    assert isinstance(row, TrialRecord)
-    assert (row.step_source, measured.step_source, row.error) == ("measured", "measured", None)
-    assert row.step_s == measured.step_s
-    assert measured.step_s
-    for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
-        assert getattr(compiled, name) == getattr(measured, name) == getattr(row, name)
-    assert compiled.compile_s
-    assert measured.compile_s
-    assert row.compile_s == compiled.compile_s > 2 * measured.compile_s, "the second was read from the cache"
 
 
 def test_flags_survive_the_way_to_a_process(tmp_path):
@@ -78,16 +60,35 @@ def test_flags_survive_the_way_to_a_process(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_whose_target_is_attached_goes_that_way(monkeypatch, capsys, tmp_path):
+def test_a_run_compiles_in_one_process_and_measures_in_another_from_its_cache(monkeypatch, capsys, tmp_path):
     """The CPU passed off as an attached device to `run` itself, which then only asks it what it is."""
     attached = replace(load_target("cpu"), kind="attached", memory_bytes=2**33)
+    workers = list[Watched]()
+
+    def watched(*given: Any) -> Watched:
+        workers.append(Watched(*given))
+        return workers[-1]
+
     monkeypatch.setattr("jaxremat.chips.target.load_target", lambda name, mesh=None: attached)
     monkeypatch.setattr("jaxremat.trial.trials.Trials.compile", lambda *_: pytest.fail("compiled in this process"))
+    monkeypatch.setattr("jaxremat.cli.processes.Workers", watched)
     out = tmp_path / "rows.jsonl"
     assert main([*SMALL, "--policy", "none", "--batch", "1", "--out", str(out)]) == 0
     assert capsys.readouterr().out
-    (row,) = map(json.loads, out.read_text().splitlines())
-    assert (row["step_source"], row["target"], row["batch"]) == ("measured", "cpu", 1)
+    (row,) = (from_row(json.loads(line)) for line in out.read_text().splitlines())
+    (compiled, measured) = (result.records[0] for of_command in workers for result in of_command.ended)
+    assert isinstance(compiled, TrialRecord)
+    assert isinstance(measured, TrialRecord)
+    assert isinstance(row, TrialRecord)
+    assert (row.step_source, measured.step_source, row.error) == ("measured", "measured", None)
+    assert (row.target, row.batch) == ("cpu", 1)
+    assert row.step_s == measured.step_s
+    assert measured.step_s
+    for name in ("total_bytes", "executed_flops", "config", "versions", "policy", "global_batch"):
+        assert getattr(compiled, name) == getattr(measured, name) == getattr(row, name)
+    assert compiled.compile_s
+    assert measured.compile_s
+    assert row.compile_s == compiled.compile_s > 2 * measured.compile_s, "the second was read from the cache"
 
 
 @pytest.mark.full

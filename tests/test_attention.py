@@ -40,8 +40,7 @@ def test_where_cudnn_cannot_run_the_reason_has_the_numbers(changes, seq_len, rea
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"sliding_window": 32}, {"sliding_window": 64, "window_pattern": "sf"}, {"attention": "cudnn"}],
+    "changes", [{}, {"sliding_window": 32}, {"sliding_window": 64, "window_pattern": "sf"}, {"attention": "cudnn"}]
 )
 def test_where_cudnn_runs_it_is_chosen(changes, h100):
     assert choose_attention(replace(ModelConfig(), **changes), 64, h100).implementation == "cudnn"

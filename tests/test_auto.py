@@ -87,7 +87,6 @@ class ConvBlock(nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("layer", "x", "budget"),
     [
@@ -105,7 +104,6 @@ def test_plan_of_a_module(layer, x, budget, h100):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_offloading_is_tried_where_the_link_is_fast_enough_and_taken_where_it_pays(h100):
     """Priced as if no kernel hid the host transfer. The compiled schedule decides."""
     x, budget = jax.ShapeDtypeStruct((8, 64, 64, 64), "float32"), 112 * 2**20
@@ -171,7 +169,6 @@ def test_a_command_plans_and_another_takes_up_the_plan(tmp_path, h100, capsys):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(records, "FRONTIER_POLICIES", ("nothing", "none"))
     monkeypatch.setattr(records, "FRONTIER_BUDGETS", 1)

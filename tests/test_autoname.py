@@ -124,9 +124,7 @@ class Vmapped(nn.Module):
     @nn.compact
     def __call__(self, x):
         experts = nn.vmap(
-            self.block,
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True, "dropout": True},
+            self.block, variable_axes={"params": 0, "batch_stats": 0}, split_rngs={"params": True, "dropout": True}
         )
         return experts(name="experts")(x)
 

@@ -18,7 +18,6 @@ from experiments.claims.recompute import SELECTIVE
 from experiments.claims.steps import LINKS, TARGETS, grid, measured, step
 from experiments.common import write
 
-pytestmark = pytest.mark.any_jax
 VERDICTS = ("holds", "holds under conditions", "refuted", "open")
 TOY: dict[str, Any] = {"preset": "tiny", "num_layers": 1}
 

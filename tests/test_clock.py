@@ -32,10 +32,7 @@ FAST_LINK = dataclasses.replace(SPEED, host_link_bytes_per_s=1e18)
 @pytest.mark.full
 def test_offloaded_queries_cross_the_link_twice(h100):
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["q"],
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["q"], offload_src="device", offload_dst="pinned_host"
     )
     module, _ = compiled_attention(h100, policy)
     queries = L * B * T * N * H * 2

@@ -24,17 +24,7 @@ from jaxremat.policy.layers import Layers
 from tests.equality import ROUNDING, assert_same_bits, relative_difference, stacked
 from tests.helpers import decoder_state, decoder_step, quick_jit
 from tests.op_by_op import op_by_op
-from tests.small_models import (
-    GPT,
-    LAYERS,
-    LLAMA,
-    TOKENS,
-    TRAIN,
-    check_decoder,
-    gradient,
-    init_params,
-    loss_and_grads,
-)
+from tests.small_models import GPT, LAYERS, LLAMA, TOKENS, TRAIN, check_decoder, gradient, init_params, loss_and_grads
 
 #: Every form of the grammar, each rule with +attention, K that divides 4 layers and K that doesn't (3 + 1).
 POLICIES = """

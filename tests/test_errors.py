@@ -364,12 +364,7 @@ def test_a_read_only_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "--attention cudnn --dtype float32",
-        "--attention cudnn --head-dim 20",
-        "--target {dir}/unknown_field",
-    ],
+    "line", ["--attention cudnn --dtype float32", "--attention cudnn --head-dim 20", "--target {dir}/unknown_field"]
 )
 def test_what_only_a_target_rejects(line, h100, folder, snapshot: SnapshotAssertion):
     target = "" if "--target" in line else "--target h100-80gb "

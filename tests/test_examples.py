@@ -56,10 +56,7 @@ LANGUAGE = {"seq_len": 16, "vocab_size": 64, "num_layers": 3, "width": 32, "num_
 EXAMPLES = {
     "linen_unrolled": Example(LANGUAGE, (("Block_0 to Block_2", "scope", 3),), 124.4, 12),
     "linen_scan": Example(
-        {**LANGUAGE, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64},
-        (("at linen_scan.py", "scan", 3),),
-        134.5,
-        30,
+        {**LANGUAGE, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64}, (("at linen_scan.py", "scan", 3),), 134.5, 30
     ),
     "nnx_transformer": Example(LANGUAGE, (("at nnx_transformer.py", "repeat", 3),), 124.4, 12, ("accuracy",)),
     "equinox_transformer": Example(LANGUAGE, (("at equinox_transformer.py", "repeat", 3),), 76.9, 8),
@@ -98,11 +95,7 @@ EXAMPLES = {
     ),
     "convnet": Example(
         {"image_size": 32, "num_classes": 10, "stages": (3, 1), "width": 8},
-        (
-            ("Bottleneck_0", "scope", 1),
-            ("Bottleneck_1, Bottleneck_2", "scope", 2),
-            ("Bottleneck_3", "scope", 1),
-        ),
+        (("Bottleneck_0", "scope", 1), ("Bottleneck_1, Bottleneck_2", "scope", 2), ("Bottleneck_3", "scope", 1)),
         25.6,
         16,
     ),

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -88,7 +87,7 @@ def test_what_became_of_a_request(before, now, failed, num_differences, code, tm
     row = unchanged.compared(tmp_path, "--model tiny")
     assert ([*row["failed"]], len(row["differences"])) == (failed, num_differences)
     monkeypatch.setattr(unchanged, "rows_of", lambda flags: [row])
-    monkeypatch.setattr(unchanged, "_git", lambda *words: subprocess.CompletedProcess(words, 0, "", ""))
+    monkeypatch.setattr(unchanged, "git", lambda *words, revision: "")
     assert unchanged.main(["--out", str(tmp_path)]) == code
     assert json.loads((tmp_path / "unchanged" / "unchanged.json").read_text())["rows"] == [row]
 
@@ -108,6 +107,7 @@ def test_a_request_that_is_compared_is_one(words, h100):
         (examples.main, ["--parts", "vitt"], ["experiments.examples", "--parts", "'vitt'"]),
         (tables.main, ["--parts", "scores", "--target", "h1000"], ["experiments.tables", "h1000"]),
         (levers.main, ["--target", "h1000"], ["experiments.levers", "h1000"]),
+        pytest.param(unchanged.main, ["--since", "no-such"], ["experiments.unchanged", "'no-such'"], marks=pytest.mark.full),
         (next_jax.main, ["--tests", "tests/test_none.py"], ["experiments.next_jax", "--tests", "'tests/test_none.py'"]),
         (next_jax.main, ["--python", "python9"], ["experiments.next_jax", "--python", "'python9'"]),
     ],

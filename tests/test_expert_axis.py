@@ -73,7 +73,7 @@ def test_what_an_expert_axis_cannot_divide_is_rejected(model, mesh, planned, val
     ("dispatch", "mesh", "scan_layers"),
     [
         ("dense", "fsdp=2,expert=4", True),
-        pytest.param("dense", "data=2,expert=2,tensor=2", False, marks=pytest.mark.any_jax),
+        ("dense", "data=2,expert=2,tensor=2", False),
         ("ragged", "fsdp=2,expert=2,tensor=2", True),
     ],
 )

@@ -202,7 +202,6 @@ def of_torch(tensor: Any) -> jax.Array:
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("family", "dispatch"), [("mixtral", "dense"), ("qwen3_moe", "ragged"), ("qwen3_moe_not_normalized", "dense")]
 )

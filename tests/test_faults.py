@@ -8,7 +8,6 @@ import pytest
 from experiments import faults
 from experiments.faults import ROOT, TABLE, main, read_faults
 
-pytestmark = pytest.mark.any_jax
 FAULTS = read_faults(TABLE)
 
 

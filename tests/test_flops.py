@@ -114,10 +114,7 @@ def test_a_convolution_and_its_gradients(h100):
 
 def test_a_padded_convolution_does_not_count_the_padding():
     f = functools.partial(
-        jax.lax.conv_general_dilated,
-        window_strides=(1, 1),
-        padding="SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
     jaxpr = jax.make_jaxpr(f)(jnp.ones((1, 8, 8, 4)), jnp.ones((3, 3, 4, 16)))
     pairs = 3 * 8 - 2  # along one dimension: 3 taps at 8 positions, one outside at either end

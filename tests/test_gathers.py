@@ -66,10 +66,7 @@ def compiled(run: Trials, policy: str) -> tuple[Counter[str], int]:
 @pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("scan_layers", "saved", "saved_bytes"),
-    [
-        (True, ["wi_0_gathered"], WI_0_BYTES),
-        (False, GATHERED_NAMES, 2 * (3 * 256 * 1024 + 2 * 256 * 256 + 2 * 256 * 128)),
-    ],
+    [(True, ["wi_0_gathered"], WI_0_BYTES), (False, GATHERED_NAMES, 2 * (3 * 256 * 1024 + 2 * 256 * 256 + 2 * 256 * 128))],
 )
 def test_a_saved_kernel_is_gathered_once(h100s, scan_layers, saved, saved_bytes):
     """One gather of each layer's kernel less, and all other collectives as they were. In a scan its stack is what it takes."""

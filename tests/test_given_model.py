@@ -292,13 +292,7 @@ def test_a_plan_of_a_workload_is_saved_and_taken_up(tmp_path, capsys, train, h10
 def test_a_sweep_s_trial_is_another_one_when_the_source_changes(tmp_path, train):
     def keys():
         flags = SweepFlags(
-            out=tmp_path / "sweep.jsonl",
-            model=(
-                f"{train}:workload",
-                "tiny",
-            ),
-            policy=("dots",),
-            target=("h100-80gb",),
+            out=tmp_path / "sweep.jsonl", model=(f"{train}:workload", "tiny"), policy=("dots",), target=("h100-80gb",)
         )
         return [trial.key for trial in sweep_trials(flags)]
 

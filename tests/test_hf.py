@@ -71,8 +71,7 @@ def rope(scaling: dict[str, Any], **other: Any) -> dict[str, Any]:
 CASES = {
     "gpt2": Case("gpt2", {"resid_pdrop": 0.1, "embd_pdrop": 0.1}),
     "gpt2-unusual": Case(
-        "gpt2",
-        dict(n_inner=72, activation_function="gelu", scale_attn_weights=False, tie_word_embeddings=False),
+        "gpt2", dict(n_inner=72, activation_function="gelu", scale_attn_weights=False, tie_word_embeddings=False)
     ),
     "llama": Case("llama", {}),
     "llama-biases": Case("llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, head_dim=20)),
@@ -82,16 +81,12 @@ CASES = {
     "llama-llama3": Case("llama", rope(LLAMA3, rope_theta=500_000.0)),
     "llama-yarn": Case("llama", rope(YARN)),
     "llama-longrope": Case(
-        "llama",
-        rope({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.5] * 8, "factor": 4.0}),
+        "llama", rope({"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.5] * 8, "factor": 4.0})
     ),
     "mistral": Case("mistral", {"sliding_window": 5}),
     "mistral-no-window": Case("mistral", {"sliding_window": None}),
     "qwen2": Case("qwen2", {"sliding_window": 5}),
-    "qwen2-windows": Case(
-        "qwen2",
-        dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    ),
+    "qwen2-windows": Case("qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
     "qwen3": Case("qwen3", {"head_dim": 16}),
     "qwen3-windows": Case(
         "qwen3",
@@ -116,22 +111,16 @@ CASES = {
     ),
     "phi3": Case("phi3", dict(sliding_window=7, partial_rotary_factor=0.5)),
     "phi3-longrope-short": Case(
-        "phi3",
-        dict(rope_scaling=LONGROPE, partial_rotary_factor=0.5, original_max_position_embeddings=32),
+        "phi3", dict(rope_scaling=LONGROPE, partial_rotary_factor=0.5, original_max_position_embeddings=32)
     ),
     "phi3-longrope-long": Case(
-        "phi3",
-        dict(rope_scaling=LONGROPE, partial_rotary_factor=0.5, original_max_position_embeddings=16),
+        "phi3", dict(rope_scaling=LONGROPE, partial_rotary_factor=0.5, original_max_position_embeddings=16)
     ),
     "olmo2": Case("olmo2", {}),
-    "mixtral": Case(
-        "mixtral",
-        dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
-    ),
+    "mixtral": Case("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
     "mixtral-yarn": Case("mixtral", rope(YARN, num_local_experts=3, num_experts_per_tok=1)),
     "qwen3_moe": Case(
-        "qwen3_moe",
-        dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16, attention_bias=True),
+        "qwen3_moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16, attention_bias=True)
     ),
     "qwen3_moe-normalized": Case(
         "qwen3_moe",

@@ -35,7 +35,6 @@ from jaxremat.trial.ranks import rank_records
 from jaxremat.trial.record import TrialRecord
 from tests.made_up_records import GIB, measured, step, trial
 
-pytestmark = pytest.mark.any_jax
 SMALL = "--model tiny --num-layers 1 --dropout 0 --attention xla --target h100-80gb --policy none"
 OWN = (
     "--model examples/plain_scan.py:workload --model-arg num_layers=2 width=32 num_heads=2 vocab_size=64 chunk=32 "

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.full
 GRADIENT_BYTES = 4  # a parameter
 
 
-@pytest.mark.any_jax
 def test_chunked_loss_at_a_vocabulary_of_128256(h100):
     """It saves nearly all the logits, in bfloat16 and in float32."""
     model, seq_len = preset("llama3.2-1b").config, 2048
@@ -61,7 +60,6 @@ def test_microbatches_cost_one_gradient_buffer(h100):
     check_state(once, model, "adamw")
 
 
-@pytest.mark.any_jax
 def test_precision_in_bytes(h100):
     """With few activations, bytes a parameter: itself, AdamW's moments, its gradient."""
 

@@ -29,7 +29,6 @@ from jaxremat.xla.step_facts import Finding
 from tests.lint_inputs import made_up
 from tests.mesh_runs import MODEL, make_run
 
-pytestmark = pytest.mark.any_jax
 WIDTH, DEPTH, BATCH, WORDS = 512, 4, 64, 1000
 WHOLE = PartitionSpec()
 BY_SAMPLE = PartitionSpec("fsdp")

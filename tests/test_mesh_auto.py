@@ -48,9 +48,12 @@ def test_the_mesh_of_the_fastest_answer(tmp_path):
 
 @pytest.mark.full
 def test_meshes_are_compared_in_the_worker_too():
-    """As a sweep requests it: the records are the meshes, and the step on the best of them."""
-    flags = parse_flags(RunFlags, [*ARGV, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "--batch", "4"])
-    result = work(task_of(flags, "nothing", 4, "default"))
+    """As a sweep requests it: the records are the meshes, and the step on the best of them.
+
+    Its steps are among those of the test above, and aren't compiled again.
+    """
+    flags = parse_flags(RunFlags, [*ARGV, "--devices", "2", "--mesh", "auto", "--policy", "dots+attention", "--batch", "4"])
+    result = work(task_of(flags, "dots+attention", 4, "default"))
     assert result.outcome == "ok", result.error
     choice, trial = map(asdict, result.records)
     assert [choice["record"], trial["record"]] == ["mesh_choice", "trial"]

@@ -46,7 +46,7 @@ def texts(*args, **options) -> list[str]:
 
 def test_the_meshes_of_a_node():
     assert texts(8, 1) == [
-        *("fsdp=8", "data=8", "fsdp=4,tensor=2", "data=4,tensor=2", "fsdp=2,tensor=4", "data=2,tensor=4", "tensor=8"),
+        *("fsdp=8", "data=8", "fsdp=4,tensor=2", "data=4,tensor=2", "fsdp=2,tensor=4", "data=2,tensor=4", "tensor=8")
     ]
     assert texts(8, 1, has_tensor=False) == ["fsdp=8", "data=8"]
     assert texts(6, 1) == ["fsdp=6", "data=6", "fsdp=3,tensor=2", "data=3,tensor=2"]
@@ -59,7 +59,7 @@ def test_the_meshes_of_several_nodes():
 
 def test_the_meshes_of_experts():
     assert texts(8, 1, num_experts=4, has_tensor=False) == [
-        *("fsdp=8", "data=8", "fsdp=4,expert=2", "data=4,expert=2", "fsdp=2,expert=4", "data=2,expert=4"),
+        *("fsdp=8", "data=8", "fsdp=4,expert=2", "data=4,expert=2", "fsdp=2,expert=4", "data=2,expert=4")
     ]
 
 

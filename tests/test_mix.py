@@ -35,8 +35,8 @@ MIXES = (
 @pytest.mark.parametrize(
     ("policy", "model"),
     [
-        pytest.param(MIXES[0], GPT, id="gpt, scan", marks=pytest.mark.any_jax),
-        pytest.param(MIXES[1], GPT, id="gpt, scan, offloading", marks=pytest.mark.any_jax),
+        pytest.param(MIXES[0], GPT, id="gpt, scan"),
+        pytest.param(MIXES[1], GPT, id="gpt, scan, offloading"),
         pytest.param(MIXES[2], replace(LLAMA, scan_layers=False), id="llama, unrolled"),
     ],
 )
@@ -74,7 +74,6 @@ def train(model, variables=None):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("scan", "policies"),
     [
@@ -160,7 +159,6 @@ def test_bytes_and_flops_are_the_mean_of_the_parts(h100):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_where_layers_make_the_peak_the_next_layer_is_recomputed_too_early(h100):
     """XLA schedules a group's layers freely, so that at worst one more layer's values are there at once."""
 

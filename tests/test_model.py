@@ -43,7 +43,6 @@ PUBLISHED = {
 KINDS = ("tiny", "gpt2", "qwen3-0.6b", "mixtral-8x7b", "gemma-2b")
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.full) for n in PRESETS])
 def test_a_preset_has_its_number_of_parameters(name):
     assert count_params(PRESETS[name].config) == PRESETS[name].num_params

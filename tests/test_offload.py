@@ -73,11 +73,7 @@ def gradient(loss, policy):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("loss", "policy"),
-    [
-        (from_last_to_first, "offload:wide"),
-        (scanned, "every:3+offload:wide"),
-        (scanned, "1*nothing|1*offload:wide"),
-    ],
+    [(from_last_to_first, "offload:wide"), (scanned, "every:3+offload:wide"), (scanned, "1*nothing|1*offload:wide")],
     ids=["reverse scan", "groups", "mix"],
 )
 def test_the_backward_loop_reads_the_layers_in_the_opposite_order(loss, policy, h100):
@@ -335,11 +331,7 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("written", "policy"),
-    [
-        ("unrolled", "every:2+offload:NAME"),
-        ("scan", "offload:NAME"),
-        ("nested scan", "1*nothing|1*offload:NAME"),
-    ],
+    [("unrolled", "every:2+offload:NAME"), ("scan", "offload:NAME"), ("nested scan", "1*nothing|1*offload:NAME")],
 )
 def test_offloading_changes_no_result(written, policy):
     drawn = DrawnProgram((Stack(("named", "dropout"), 4, written),), policy=policy, name=AUTHORS_NAME)

@@ -298,14 +298,7 @@ def test_a_preset_is_for_gpus():
 
 
 def test_a_sweep_has_a_trial_for_each_preset(tmp_path):
-    flags = SweepFlags(
-        out=tmp_path / "rows",
-        target=("h100-80gb",),
-        xla_preset=(
-            "default",
-            "latency-hiding",
-        ),
-    )
+    flags = SweepFlags(out=tmp_path / "rows", target=("h100-80gb",), xla_preset=("default", "latency-hiding"))
     trials = sweep_trials(flags)
     assert [trial.xla_preset for trial in trials] == ["default", "latency-hiding"]
     tasks = [trial.task for trial in trials if trial.task]

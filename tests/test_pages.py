@@ -25,7 +25,6 @@ from experiments.pages import (
     written,
 )
 
-pytestmark = pytest.mark.any_jax
 FILED = filed_outputs(PRINTED)
 FILES = sorted(PRINTED.glob("*.json"))
 TEXTS = {page: page.read_text() for page in PAGES}

@@ -53,10 +53,7 @@ def translation(encoder_layers: int = 4, decoder_layers: int = 2) -> Workload:
 
     layer = {"up": shape(DECODER, 2 * DECODER), "down": shape(2 * DECODER, DECODER), "cross": shape(ENCODER, DECODER)}
     params = {
-        "encoder": {
-            "up": shape(encoder_layers, ENCODER, ENCODER),
-            "down": shape(encoder_layers, ENCODER, ENCODER),
-        },
+        "encoder": {"up": shape(encoder_layers, ENCODER, ENCODER), "down": shape(encoder_layers, ENCODER, ENCODER)},
         "decoder": [layer] * decoder_layers,
     }
     batch = {"source": shape(ROWS, ENCODER), "target": shape(ROWS, DECODER)}
@@ -137,6 +134,7 @@ def test_what_a_plan_saves_of_one_kind_is_recomputed_in_the_other(h100):
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_two_kinds_share_one_budget(h100):
     """At rising budgets: the plan fits, no named policy that fits is faster, and it is never slower with more."""
     run = run_of(translation(), h100)

@@ -145,7 +145,6 @@ def test_two_processes_compute_what_one_does(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_slurm_says_which_process_is_which(tmp_path):
     """With the variables of srun and --distributed."""
     path = tmp_path / "mine.py"
@@ -169,7 +168,6 @@ def test_slurm_says_which_process_is_which(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_a_process_that_fails_ends_the_others(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(OWN)
@@ -188,7 +186,6 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_a_process_that_fails_before_the_first_step(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(OWN)
@@ -204,7 +201,6 @@ ALONE = ("--coordinator", "127.0.0.1:{port}", "--num-processes", "2", "--initial
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_the_others_never_come():
     """The second process without a coordinator ends with one error."""
     flags = [flag.format(port=free_port()) for flag in ALONE]
@@ -219,7 +215,6 @@ def test_the_others_never_come():
 # In this process, which is alone.
 
 
-@pytest.mark.any_jax
 def test_jax_that_cannot_connect(monkeypatch):
     """JAX finds no launcher, says something else, or doesn't return."""
     errors: list[Exception | None] = [ValueError("no launcher"), RuntimeError("no port\nTRACE"), None]
@@ -248,7 +243,6 @@ def test_jax_that_cannot_connect(monkeypatch):
     assert "--initialization-timeout" in late.next_step
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_devices(count, monkeypatch):
     """Of one process, which says what several would do, or of all: a mesh takes all devices of several processes."""
@@ -260,7 +254,6 @@ def test_too_few_devices(count, monkeypatch):
     assert {str(len(jax.devices())), *(["2"] if count > 1 else [])} <= {*re.findall(r"\d+", caught.value.allowed)}
 
 
-@pytest.mark.any_jax
 def test_processes_with_different_flags(monkeypatch):
     """Each tells the others a checksum of its flags, but for those of one process alone."""
     sent: list[Any] = []
@@ -281,7 +274,6 @@ def test_processes_with_different_flags(monkeypatch):
     check_alike(replace(flags, steps=4), Place(0, 1))
 
 
-@pytest.mark.any_jax
 def test_what_all_processes_say(monkeypatch):
     others = [(0, 5), (3, 7)]
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda pair: np.asarray([pair, *others]))
@@ -300,7 +292,6 @@ def test_what_all_processes_say(monkeypatch):
     assert "TRACE" not in str(caught.value)
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("ran", "count", "ends"), [("ok", 2, False), ("oom", 2, True), ("crashed", 2, True), ("oom", 1, False)]
 )

@@ -103,7 +103,6 @@ def test_the_interval_of_one_gpu_has_the_whole_steps_that_were_measured():
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_the_filed_seconds_are_those_of_the_filed_programs():
     """A clock that changed is filed anew: `python -m experiments.published` compiles nothing for it."""
     filed = {row["name"]: row for row in json.loads((RESULTS / "h100-80gb/published.json").read_text())["steps"]}
@@ -119,7 +118,6 @@ def test_the_filed_seconds_are_those_of_the_filed_programs():
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 @pytest.mark.parametrize("step", ROWS.tpu, ids=lambda step: step.name)
 def test_the_filed_seconds_of_a_tpu_are_those_of_its_program(step):
     """They are within the interval of its generation. The filed text is read, whichever libtpu is here."""

@@ -195,8 +195,7 @@ def check_compiled(table: str, policy: str, target: Target) -> Compilation:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "policy",
-    ["nothing", "dots+attention", "save:query_proj+offload:mlpwi_0+attention", "every:4+nothing"],
+    "policy", ["nothing", "dots+attention", "save:query_proj+offload:mlpwi_0+attention", "every:4+nothing"]
 )
 def test_scanned(policy, h100):
     check_kept(check_compiled("scan", policy, h100), GPT, *SCANNED[policy])

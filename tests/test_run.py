@@ -26,7 +26,7 @@ from jaxremat.chips.nvidia.gpu import bundled_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.run import main
 from jaxremat.config import Optimizer
-from jaxremat.errors import JaxrematError
+from jaxremat.errors import CompileError, JaxrematError
 from jaxremat.model.presets import PRESETS
 from jaxremat.policy.grammar import grammar
 from jaxremat.report.printer import Printer, Report
@@ -47,8 +47,8 @@ FIELDS = """schema model num_params requested_policy policy target batch seq_len
 
 
 def bare_environment(**more: str) -> dict[str, str]:
-    """Next to nothing: what a program started by cron has."""
-    return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **more}
+    """Next to nothing: what a program started by cron has, and the cache of the tests."""
+    return {name: os.environ[name] for name in ("PATH", "HOME", "XDG_CACHE_HOME") if name in os.environ} | more
 
 
 def rows(text: str) -> list[dict[str, Any]]:
@@ -213,11 +213,7 @@ def test_interrupted(h100, tmp_path):
     path = tmp_path / "rows.jsonl"
     argv = f"{SMALL} --target h100-80gb --policy nothing --batch 1,2,3,4,5,6,7,8 --out {path}"
     process = subprocess.Popen(
-        [*COMMAND, *argv.split()],
-        env=bare_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [*COMMAND, *argv.split()], env=bare_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
     while not (path.exists() and path.read_text()) and process.poll() is None and time.monotonic() < deadline:
@@ -254,25 +250,33 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     assert len(drawn) == 1
 
 
-def test_a_policy_that_fails_does_not_end_the_others(monkeypatch, h100, capsys):
-    """Its failure is a record, and the command's exit code 1. A failure of the only policy ends the command."""
+@pytest.mark.parametrize(("error", "is_fault"), [(TypeError, True), (CompileError, False)])
+def test_a_policy_that_fails_does_not_end_the_others(error, is_fault, monkeypatch, h100, capsys):
+    """Its failure is a record, and the command's exit code 1. A failure of the only policy ends the command.
+
+    The traceback of a fault is in the record and on stderr, as that of the only policy is.
+    """
 
     def fails(session, requested, listener, first_batch) -> None:
         if requested.text == "dots":
-            raise TypeError("reduce_precision does not accept complex64\nmore")
+            raise error("reduce_precision does not accept complex64\nmore")
         listener.record(trial(8, requested_policy=requested.text, policy=requested.text))
 
     monkeypatch.setattr("jaxremat.session.answers.answer_policy", fails)
     argv = f"{SMALL} --target h100-80gb --attention xla --batch 8 --json --policy".split()
     assert main([*argv, "none", "dots", "nothing"]) == 1
-    first, failed, last = rows(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    first, failed, last = rows(printed.out)
     assert (first["policy"], last["policy"]) == ("none", "nothing")
     assert (failed["record"], failed["requested_policy"], failed["batch"]) == ("failure", "dots", 8)
-    assert failed["error"].splitlines() == ["TypeError: reduce_precision does not accept complex64"]
+    assert failed["error"].splitlines() == [f"{error.__name__}: reduce_precision does not accept complex64"]
+    shown = [any(line.endswith("in fails") for line in lines) for lines in (failed["tail"], printed.err.splitlines())]
+    assert shown == [is_fault, is_fault]
     assert main([*argv, "dots"]) != 0
     alone = capsys.readouterr()
     assert alone.out == ""
     assert "reduce_precision" in alone.err
+    assert ("Traceback" in alone.err) == is_fault
 
 
 @pytest.mark.parametrize(
@@ -441,7 +445,6 @@ sys.exit(run.main())
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_messages_that_nobody_reads_end_a_command():
     """With exit code 1. Python's own is 120, where it can't flush them at the end."""
     reader, writer = os.pipe()

@@ -184,11 +184,7 @@ def test_a_whole_step_whose_arguments_ignore_the_batch_is_rejected():
 
 @pytest.mark.parametrize(
     ("batch", "number"),
-    [
-        ({"mask": (1, D, 1), "x": (32, D), "y": (32,)}, 32),
-        ({"frozen": (D, D), "x": (32, D)}, None),
-        ({"x": (1, D)}, 1),
-    ],
+    [({"mask": (1, D, 1), "x": (32, D), "y": (32,)}, 32), ({"frozen": (D, D), "x": (32, D)}, None), ({"x": (1, D)}, 1)],
 )
 def test_one_batch_is_counted_where_its_arrays_agree(batch, number):
     """Microbatches of such a workload are stacked, as nobody knows what they share."""

@@ -18,15 +18,7 @@ import jaxremat
 from jaxremat.cli.command import run_command
 from jaxremat.planner.compiles import Compile
 from jaxremat.report.progress import Progress, compile_text, rest_text
-from jaxremat.report.screen import (
-    CARDS_BELOW,
-    LEAST_WIDTH,
-    FittingTable,
-    broken,
-    print_text,
-    print_whole,
-    shared_screen,
-)
+from jaxremat.report.screen import CARDS_BELOW, LEAST_WIDTH, FittingTable, broken, print_text, print_whole, shared_screen
 from jaxremat.report.table import table_of
 from jaxremat.system.interrupt import in_xla
 from tests.made_up_tables import TABLES

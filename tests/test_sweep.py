@@ -32,7 +32,7 @@ from jaxremat.trial.record import TrialRecord
 
 LIGHT = [sys.executable, "-m", "experiments.kill_sweep", "light-sweep"]
 GRID = shlex.split("--model tiny --policy dots nothing --batch 1,2,3 --target h100-80gb")
-REAL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots save:nix --max-batch 3")
+REAL = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy nothing save:nix --max-batch 9")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -59,9 +59,12 @@ def trials(line: str) -> list[SweepTrial]:
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory, h100) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """A search that finds its batch, and a policy that names no tensor of the model; the environment is a bare one."""
+    """A search that finds its batch, and a policy that names no tensor of the model; the environment is a bare one.
+
+    The steps of the search are among those of `test_run.py`, and are compiled once.
+    """
     path = tmp_path_factory.mktemp("sweep") / "rows.jsonl"
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH", "XDG_CACHE_HOME") if name in os.environ}
     command = [sys.executable, "-m", "jaxremat", "sweep", *REAL, "--out", str(path), "--csv", str(path.with_suffix(".csv"))]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment), path
 
@@ -72,9 +75,9 @@ class TestReal:
         done, path = swept
         assert done.returncode == 1, done.stderr
         once_each(path, 2)
-        search = [row for row in rows(path) if row["requested_policy"] == "dots"]
+        search = [row for row in rows(path) if row["requested_policy"] == "nothing"]
         assert [row["record"] for row in search] == ["probe", "trial", "largest_batch"]
-        assert (search[1]["batch"], search[1]["fits"], search[1]["step_source"]) == (3, True, "predicted")
+        assert (search[1]["batch"], search[1]["fits"], search[1]["step_source"]) == (9, True, "predicted")
         (failure,) = [row for row in rows(path) if row["record"] == "failure"]
         assert failure["outcome"] == "bad-config"
         assert "'nix'" in failure["error"]
@@ -83,20 +86,20 @@ class TestReal:
         from jaxremat.cli import run
 
         _, path = swept
-        own = shlex.split("--model tiny --num-layers 1 --dropout 0 --target h100-80gb --policy dots --max-batch 3 --json")
+        own = [*(word for word in REAL if word != "save:nix"), "--json"]
         assert run.main(own) == 0
         timed = ("lower_s", "compile_s", "key", "part", "parts")
         ran, stored = (
             [{name: value for name, value in row.items() if name not in timed} for row in found]
             for found in (map(json.loads, capsys.readouterr().out.splitlines()), rows(path))
         )
-        assert ran == [row for row in stored if row["requested_policy"] == "dots"]
+        assert ran == [row for row in stored if row["requested_policy"] == "nothing"]
 
     def test_the_table_is_narrow_and_complete(self, swept):
         done, _ = swept
         assert max(map(len, done.stdout.splitlines())) <= 80
         cells = [line.split() for line in done.stdout.splitlines()]
-        assert ["dots", "3"] in [cell[:2] for cell in cells]
+        assert ["nothing", "9"] in [cell[:2] for cell in cells]
         assert ["save:nix", "-", "-", "bad-config"] in [cell[:4] for cell in cells]
 
     def test_progress_says_what_runs_and_what_is_left(self, swept):
@@ -123,7 +126,7 @@ class TestReal:
         with path.with_suffix(".csv").open(newline="") as file:
             table = list(csv.DictReader(file))
         assert [(row["outcome"], row["record"]) for row in table] == [
-            *[("ok", row["record"]) for row in rows(path) if row["requested_policy"] == "dots"],
+            *[("ok", row["record"]) for row in rows(path) if row["requested_policy"] == "nothing"],
             ("bad-config", "failure"),
         ]
         trial = next(row for row in table if row["record"] == "trial")

@@ -102,7 +102,6 @@ def config_at(*argv: str) -> RunConfig:
 # What is requested.
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("flags", "got"),
     [
@@ -131,13 +130,11 @@ def test_what_cannot_be_requested(flags, got):
     assert error.next_step
 
 
-@pytest.mark.any_jax
 def test_an_error_is_one_line_and_an_exit_code(capsys):
     assert main([*DECODER, "--num-steps", "0"]) == UsageError.exit_code
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("flags", "found"),
     [
@@ -153,7 +150,6 @@ def test_the_defaults_of_a_training(flags, found):
     assert (train.clip_norm, train.warmup_steps) == found
 
 
-@pytest.mark.any_jax
 def test_a_text_shorter_than_a_sequence(tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     error = error_of(*DECODER, "--data", str(tmp_path / "short.txt"))
@@ -164,7 +160,6 @@ def test_a_text_shorter_than_a_sequence(tmp_path):
 # The folder.
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize(
     ("flags", "changed"),
     [
@@ -187,7 +182,6 @@ def test_another_configuration_is_rejected(own, tmp_path, flags, changed):
     assert folder.config.read_text() == before
 
 
-@pytest.mark.any_jax
 def test_another_policy_is_no_other_configuration(deep, tmp_path):
     """A folder whose random keys followed otherwise from the seed is one of another configuration, and no folder of a run."""
     folder, then, now = RunFolder(tmp_path), config_at(*deep, "none"), config_at(*deep, "nothing")
@@ -213,7 +207,6 @@ def test_another_policy_is_no_other_configuration(deep, tmp_path):
         assert "--run-dir" in caught.value.next_step
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trial.json", "checkpoints/12"])
 def test_a_folder_without_its_config_is_not_resumed(own, tmp_path, name):
     """Nobody could say whether it is the same run. Other files may be there."""
@@ -230,7 +223,6 @@ def test_a_folder_without_its_config_is_not_resumed(own, tmp_path, name):
     assert folder.compared(config) == []
 
 
-@pytest.mark.any_jax
 def test_another_text_is_another_configuration():
     """And so is a text that was changed."""
     config = [config_of(run_of(data), "dots", 4) for data in (None, __file__)]
@@ -251,7 +243,6 @@ def test_a_text_s_batches_resume_after_a_step():
     assert (three[1] != three[2]).any()
 
 
-@pytest.mark.any_jax
 def test_lines_of_later_steps_and_lines_that_a_crash_cut_short_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, 0)
@@ -267,7 +258,6 @@ def test_lines_of_later_steps_and_lines_that_a_crash_cut_short_are_dropped(tmp_p
     assert len(path.read_text().splitlines()) == 2
 
 
-@pytest.mark.any_jax
 def test_metrics_that_are_no_file(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(JaxrematError) as caught:
@@ -275,7 +265,6 @@ def test_metrics_that_are_no_file(tmp_path):
     assert f"--run-dir '{tmp_path / 'metrics.jsonl'}'" in caught.value.got
 
 
-@pytest.mark.any_jax
 @pytest.mark.full
 def test_a_folder_that_another_process_trains_in(tmp_path):
     holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
@@ -293,7 +282,6 @@ def test_a_folder_that_another_process_trains_in(tmp_path):
         assert folder.path == tmp_path
 
 
-@pytest.mark.any_jax
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     folder = RunFolder(tmp_path / "gone")
     with pytest.raises(JaxrematError) as caught:
@@ -350,7 +338,6 @@ def found_in(folder: Path) -> tuple[int, int, list[str]]:
     return newest[0], int(newest[1]["count"]), notes
 
 
-@pytest.mark.any_jax
 @pytest.mark.parametrize("harm", ["none", "remove", "half", "flip"])
 def test_a_checkpoint_that_is_not_whole(damaged, harm):
     """The newest one is damaged in its largest file: the one before is found, and the newest one is moved away."""
@@ -369,7 +356,6 @@ def test_a_checkpoint_that_is_not_whole(damaged, harm):
     assert (damaged.parent / "damaged-12").is_dir() == (harm != "none")
 
 
-@pytest.mark.any_jax
 def test_a_step_s_checkpoint_is_damaged_twice(damaged):
     """Both are stored, each under a name of its own."""
     for name in ("damaged-12", "damaged-12-2"):
@@ -380,7 +366,6 @@ def test_a_step_s_checkpoint_is_damaged_twice(damaged):
         shutil.copytree(damaged / "8", damaged / "12")
 
 
-@pytest.mark.any_jax
 def test_a_checkpoint_under_the_name_of_another_step(damaged):
     """A copy of step 8 as step 100, and step 12 renamed."""
     shutil.copytree(damaged / "8", damaged / "100")
@@ -391,7 +376,6 @@ def test_a_checkpoint_under_the_name_of_another_step(damaged):
     assert (damaged.parent / "damaged-20").is_dir()
 
 
-@pytest.mark.any_jax
 def test_files_of_others_among_checkpoints_stay(damaged):
     (damaged / "notes.txt").write_text("mine")
     (damaged / "13").write_text("mine")
@@ -403,7 +387,6 @@ def test_files_of_others_among_checkpoints_stay(damaged):
     assert sorted(os.listdir(damaged)) == ["12", "13", "16", "best", "notes.txt"]
 
 
-@pytest.mark.any_jax
 def test_a_checkpoint_on_a_full_disk(damaged, monkeypatch):
     """The error says how much is free and which one is whole. What was written of the new one doesn't take the room."""
     checkpoints = Checkpoints(damaged, shapes_of(STATE))
@@ -426,7 +409,6 @@ def test_a_checkpoint_on_a_full_disk(damaged, monkeypatch):
     assert found_in(damaged) == (12, 12, [])
 
 
-@pytest.mark.any_jax
 def test_what_orbax_prints_beside_its_error_is_left_out(caplog, monkeypatch):
     """And only that."""
     shown: list[Any] = []
@@ -451,7 +433,6 @@ def test_what_orbax_prints_beside_its_error_is_left_out(caplog, monkeypatch):
     assert [line.getMessage() for line in caplog.records] == ["Task exception was never retrieved", "orbax"]
 
 
-@pytest.mark.any_jax
 def test_checkpoints_that_are_no_folder(tmp_path):
     (tmp_path / "checkpoints").touch()
     with pytest.raises(JaxrematError) as caught:
@@ -459,7 +440,6 @@ def test_checkpoints_that_are_no_folder(tmp_path):
     assert str(tmp_path / "checkpoints") in caught.value.got
 
 
-@pytest.mark.any_jax
 def test_no_checkpoint_is_whole(damaged):
     for path in damaged.rglob("manifest.ocdbt"):
         path.write_bytes(b"")
@@ -514,7 +494,6 @@ def test_a_run_resumes_with_the_same_losses(own, whole, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(own, whole, copied):
     """Lines of steps after the last one are dropped. A run that has ended does nothing."""
     with (copied / "metrics.jsonl").open("a") as file:
@@ -566,7 +545,6 @@ def test_a_run_resumes_from_checkpoints_of_the_trained_parameters_alone(own, tmp
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 40), (3, 13)])
 def test_batches_that_end(own, tmp_path, accumulate, steps):
     """A step of fewer microbatches isn't made."""
@@ -579,7 +557,6 @@ def test_batches_that_end(own, tmp_path, accumulate, steps):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_a_loss_that_is_no_number(own, tmp_path):
     """After a step at so high a rate. The checkpoint of that step is stored, and the error says what it holds."""
     high = (*own, "--learning-rate", "1e30", "--warmup-steps", "0", "--checkpoint-every", "1", "--num-steps", "6")
@@ -591,7 +568,6 @@ def test_a_loss_that_is_no_number(own, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_parameters_that_are_no_numbers_are_not_stored(own, tmp_path):
     """The loss of the last step is from before its update, and so is a number."""
     rate = ("--learning-rate", "1e39", "--warmup-steps", "0", "--num-steps", "1")
@@ -603,7 +579,6 @@ def test_parameters_that_are_no_numbers_are_not_stored(own, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.any_jax
 def test_a_step_that_does_not_fit(own, tmp_path):
     """It decides nothing: a smaller batch, which the error advises, runs in the same folder."""
     error = error_of(*own, "--run-dir", str(tmp_path), "--num-steps", "1", "--budget", "1KiB")
@@ -629,7 +604,6 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
     return "\n".join(re.sub(r"^\[ *[\d.]+ s\]", "[seconds]", line).rstrip() for line in lines)
 
 
-@pytest.mark.any_jax
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
     monkeypatch.setattr("jaxremat.cli.train.driver_here", lambda: False)

@@ -16,7 +16,6 @@ from jaxremat.training.run_folder import RunFolder, config_of
 from jaxremat.trial.plan_file import load_plan
 from tests.arguments import once
 
-pytestmark = pytest.mark.any_jax
 PAGE = (Path(__file__).parent.parent / "docs/train.md").read_text()
 COMMANDS = re.findall(r"^(.*)\.venv/bin/python -m jaxremat train (.*)$", PAGE, re.MULTILINE)
 #: A decoder of one small layer. What is planned with one loss and one layout takes fewer compiles.

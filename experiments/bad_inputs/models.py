@@ -236,13 +236,7 @@ def names_of_models(draw: random.Random, folder: Path) -> Case:
             *("nowhere/own.py:workload", "no_such:workload", "own..x:workload", ".own:workload", "own.:workload", "a/b:c"),
             *("/etc/passwd:x", "/:x", "//x.py:y", "own.py:workload:x", "own.py: workload", "json.py:workload", "os:path"),
             *("x" * 5000 + ".py:workload", "x" * 5000 + ":workload", "a." * 2000 + "b:c", "é.py:workload", "[/red].py:x"),
-            *(
-                "own.py:[red]",
-                "own.py:" + "x" * 5000,
-                "\x1b[31m.py:x",
-                "a\nb.py:x",
-                "~/own.py:workload",
-            ),
+            *("own.py:[red]", "own.py:" + "x" * 5000, "\x1b[31m.py:x", "a\nb.py:x", "~/own.py:workload"),
             *("jaxremat.run:main", "builtins:print", "sys:exit", "own.py:jax", "own.py:jnp", "jax:jit"),
         ]
     )

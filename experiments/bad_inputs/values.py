@@ -183,18 +183,7 @@ def model_arguments(draw: random.Random, folder: Path) -> Case:
     """Arguments that the user's function doesn't take, and words that are no argument."""
     (folder / "own.py").write_text(OWN)
     word = draw.choice(
-        [
-            "width",
-            "=8",
-            "wid=8",
-            "1width=8",
-            "width 8=8",
-            "é-=8",
-            "width=8,batch=2",
-            "width:8",
-            "__class__=1",
-            "[/b]=1",
-        ]
+        ["width", "=8", "wid=8", "1width=8", "width 8=8", "é-=8", "width=8,batch=2", "width:8", "__class__=1", "[/b]=1"]
     )
     words = draw.choice([(word,), ("width=8", "width=9"), ("width=8", word)])
     command = ("run", "--list", "names", "--model", "own.py:workload", "--target", "cpu", "--model-arg", *words)

@@ -67,11 +67,7 @@ def versions() -> dict[str, str | None]:
         driver = driver_number(Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         driver = None
-    return {
-        "python": platform.python_version(),
-        **{package: version_of(package) for package in PACKAGES},
-        "driver": driver,
-    }
+    return {"python": platform.python_version(), **{package: version_of(package) for package in PACKAGES}, "driver": driver}
 
 
 def driver_number(text: str) -> str:

@@ -194,12 +194,12 @@ def run_command(work: Callable[[], int], *, name: str = "jaxremat", saved: str =
             except Exception as error:
                 if interrupts.pending:  # an interrupt can make an assertion in JAX fail
                     raise KeyboardInterrupt from None
-                return _said(error, name)
+                return show_error(error, name)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return EXIT_CODE
     except OSError as error:  # there are too few files for the streams, or for hearing of signals
-        return _said(error, name)
+        return show_error(error, name)
 
 
 def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
@@ -220,7 +220,7 @@ def _exit_code(work: Callable[[], int], name: str, is_closed: bool) -> int:
     return code or int(is_closed)
 
 
-def _said(error: Exception, name: str) -> int:
+def show_error(error: Exception, name: str = "jaxremat") -> int:
     """Prints the message of an error, and returns its exit code.
 
     A fault of jaxremat is printed with its traceback.

@@ -92,14 +92,14 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
 def _both_sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
     """The records of both sides."""
     if flags.python and not places and of_run:
-        return _side(sys.executable, Path(), of_run, "this environment"), _side(
-            str(flags.python), Path(), of_run, str(flags.python)
-        )
+        sides = ((sys.executable, "this environment"), (str(flags.python), str(flags.python)))
+        before, after = (_side(python, Path(), of_run, name) for python, name in sides)
+        return before, after
     if not flags.python and not of_run and len(places) == 2:
         return _stored(places[0]), _stored(places[1])
     if not flags.python and of_run and 1 <= len(places) <= 2:
         with ExitStack() as trees:
-            folders = [trees.enter_context(_tree(place)) for place in places]
+            folders = [trees.enter_context(folder_at(place)) for place in places]
             first, second = (*folders, Path())[:2]
             names = (*places, "the working tree")
             return _side(sys.executable, first, of_run, names[0]), _side(sys.executable, second, of_run, names[1])
@@ -137,19 +137,24 @@ def _records_of(text: str, place: str) -> "list[Record]":
 
 
 @contextmanager
-def _tree(revision: str) -> Iterator[Path]:
+def folder_at(revision: str) -> Iterator[Path]:
     """A context with the folder that is this one at a revision of its git repository."""
-    prefix = _git("rev-parse", "--show-prefix")
+    prefix = git("rev-parse", "--show-prefix")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
-        _git("worktree", "add", "--detach", str(tree), f"{revision}^{{commit}}", revision=revision)
+        git("worktree", "add", "--detach", str(tree), f"{revision}^{{commit}}", revision=revision)
         try:
             yield tree / prefix
         finally:
-            _git("worktree", "remove", "--force", str(tree))
+            git("worktree", "remove", "--force", str(tree))
 
 
-def _git(*words: str, revision: str = "") -> str:
+def git(*words: str, revision: str = "") -> str:
+    """What git prints.
+
+    Raises:
+        UsageError: git can't be run, or fails.
+    """
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True)
     except OSError as error:

@@ -161,6 +161,7 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
     elif isinstance(one.policy, PlanFile):
         policy = str(one.policy.policy), one.policy.loss, one.policy.layout, one.policy.batch
     target = target_name(flags.target, on_mesh=flags.on_mesh)
+    share = chip_of(target).mem_fraction if flags.mem_fraction is None else flags.mem_fraction
     measured = {"steps": flags.steps, "data": _file_hash(flags.data), "devices": ATTACHED.models()}
     return {
         "model": {**model.config, **({"source": model.source_hash()} if model.source_hash else {})},
@@ -169,7 +170,7 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
         "batch": request.batches,
         "max_batch": None if request.batches else flags.max_batch,
         "global_batch": flags.global_batch,
-        "budget": request.budget_bytes if request.budget_bytes is not None else _mem_fraction(flags, target),
+        "budget": share if request.budget_bytes is None else request.budget_bytes,
         "headroom": flags.headroom,
         "target": (target, measured) if _measures(flags) else asdict(describe(target)[1]),
         "mesh": [mesh.as_data() for mesh in (request.meshes or (request.mesh,)) if mesh],
@@ -177,10 +178,6 @@ def _content(request: Request[RunFlags]) -> dict[str, Any]:
         "xla_remat": flags.xla_remat,
         "xla_options": PRESETS[one.xla_preset],
     }
-
-
-def _mem_fraction(flags: RunFlags, target: str) -> float:
-    return chip_of(target).mem_fraction if flags.mem_fraction is None else flags.mem_fraction
 
 
 def _file_hash(path: str | None) -> str | None:

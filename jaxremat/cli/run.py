@@ -13,15 +13,16 @@ import contextlib
 import functools
 import os
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
-from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, step_command
+from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, show_error, step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.errors import MissingDependencyError, TargetError, UsageError
+from jaxremat.errors import JaxrematError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
@@ -29,7 +30,7 @@ from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
-from jaxremat.system.interrupt import says_at_the_end
+from jaxremat.system.interrupt import raise_if_interrupted, says_at_the_end
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.xla.results import ignore_older_results
 
@@ -125,6 +126,7 @@ def answer_or_failure(
     """Makes the records of a policy, or a record of its failure.
 
     The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
+    An error that no user could have caused is printed, and its traceback is in the record.
     """
     from jaxremat.chips.installed import versions
     from jaxremat.trial.record import FailureRecord
@@ -138,6 +140,10 @@ def answer_or_failure(
     except Exception as error:
         if len(request.policies) < 2:
             raise
+        raise_if_interrupted()  # an interrupt can make an assertion in JAX fail
+        is_fault = not isinstance(error, JaxrematError)
+        if is_fault:
+            show_error(error)
         batch = request.batches[0] if len(request.batches) == 1 else None
         failure = FailureRecord(
             model=trials.factory.name,
@@ -146,7 +152,7 @@ def answer_or_failure(
             batch=batch,
             outcome="crashed",
             error=f"{type(error).__name__}: {first_line(error)}",
-            tail=(),
+            tail=tuple("".join(traceback.format_exception(error)).splitlines()) if is_fault else (),
             duration_s=time.monotonic() - started_s,
             config=config_of(trials, batch or 1),
             xla_flags=os.environ.get("XLA_FLAGS"),

@@ -37,15 +37,7 @@ AXES = {
 #: The axes along which sequences are divided.
 BATCH_AXES = ("data", "fsdp", "expert")
 #: Axes of MaxText and other trainers for which there are no shardings here.
-_OTHERS = (
-    "sequence",
-    "context",
-    "stage",
-    "pipeline",
-    "fsdp_transpose",
-    "tensor_transpose",
-    "autoregressive",
-)
+_OTHERS = ("sequence", "context", "stage", "pipeline", "fsdp_transpose", "tensor_transpose", "autoregressive")
 _MAXTEXT = re.compile(r"(ici|dcn)_(\w+)_parallelism")
 #: The devices of a node, where nothing else is said.
 DEVICES_OF_NODE = 8

@@ -143,8 +143,7 @@ def _names(terms: list[str], text: str) -> Names:
     save, offload = named.get("save", ()), named.get("offload", ())
     if both := sorted(set(save) & set(offload)):
         raise UnknownPolicyError(
-            f"policy {text!r} both saves and offloads {', '.join(both)}",
-            next_step="list each name in one of the two lists",
+            f"policy {text!r} both saves and offloads {', '.join(both)}", next_step="list each name in one of the two lists"
         )
     return Names(save, offload)
 

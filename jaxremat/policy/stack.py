@@ -199,13 +199,7 @@ def _layer_by_layer(layer_fn: LayerFn, pattern: Sequence[LayerPolicy], count: in
 
 
 def _scan_groups(
-    group: Callable[[int, bool], GroupFn],
-    size: int,
-    num_layers: int,
-    variables: Tree,
-    keys: Tree,
-    x: Tree,
-    broadcast: tuple,
+    group: Callable[[int, bool], GroupFn], size: int, num_layers: int, variables: Tree, keys: Tree, x: Tree, broadcast: tuple
 ) -> tuple[Tree, Tree]:
     """A scan of groups of `size` layers.
 

@@ -39,7 +39,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     planned = f"Planned: batch {plan.batch}{loss_text(plan)}{layers}, {total}, by {counted(plan.num_compiles, 'compile')}."
     sentences = [f"{planned} Of the layers:"]
     layers = [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
-    sentences += layers if len(layers) <= _SHOWN_LAYERS else [*layers[: _SHOWN_LAYERS - 1], _further_layers(layers)]
+    further = f"  and {len(layers) - _SHOWN_LAYERS + 1} further kinds of layers (--json has all)"
+    sentences += layers if len(layers) <= _SHOWN_LAYERS else [*layers[: _SHOWN_LAYERS - 1], further]
     if plan.as_config:
         sentences += ["In its own configuration:", *(f"  {line}" for line in plan.as_config)]
     if plan.max_batch is not None:
@@ -47,11 +48,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     if plan.disabled_pass:
         sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        return [
-            *sentences,
-            _why_named(plan),
-            *([] if plan.bound_s is None else [f"By the model, {_LEAST} {_ms(plan.bound_s)}."]),
-        ]
+        bound = [] if plan.bound_s is None else [f"By the model, {_LEAST} {_ms(plan.bound_s)}."]
+        return [*sentences, _why_named(plan), *bound]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     takes = f"Recomputing, writing and reading residuals takes {_ms(plan.recompute_s)} of the step's {_ms(plan.step_s)}"
     return [
@@ -59,10 +57,6 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
         f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).",
         f"{takes}, by the model{_bound(plan, plan.recompute_s)}.",
     ]
-
-
-def _further_layers(layers: list[str]) -> str:
-    return f"  and {len(layers) - _SHOWN_LAYERS + 1} further kinds of layers (--json has all)"
 
 
 def _bound(plan: PlanRecord, recompute_s: float) -> str:

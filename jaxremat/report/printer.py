@@ -297,10 +297,7 @@ def _least(rows: Sequence[Any]) -> Any:
 
 
 def print_no_fit(
-    report: Report,
-    explained: ExplainRecord | None,
-    suggestions: Sequence[SuggestionRecord],
-    least: SuggestionRecord | None,
+    report: Report, explained: ExplainRecord | None, suggestions: Sequence[SuggestionRecord], least: SuggestionRecord | None
 ) -> None:
     """Prints, if nothing fits, the largest live buffers and the suggestions.
 

@@ -31,11 +31,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
 
     target, num_layers = trials.target, trials.factory.num_layers()
     batch = request.batches[0] if request.batches else None
-    where = {
-        "attached": "attached",
-        "cpu": "times are real, memory is not a GPU's",
-        "deviceless": "not in this machine",
-    }[target.kind]
+    where = {"cpu": "times are real, memory is not a GPU's", "deviceless": "not in this machine"}.get(
+        target.kind, "attached"
+    )
     losses = {loss for requested in request.policies for loss in request.losses_of(requested.policy)}
     yield f"model     {trials.factory.name}, {_model_sentence(trials, batch)}"
     if request.model.line:

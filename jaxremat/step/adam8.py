@@ -58,7 +58,10 @@ def scale_by_adam8(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> opt
     """
 
     def init(params: Any) -> Adam8State:
-        first, second = (jax.tree.map(lambda leaf, code=code: _zeros(leaf, code), params) for code in (jnp.int8, jnp.uint8))
+        def zeros(code: Any) -> Any:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32 if leaf.size < LEAST_SIZE else code), params)
+
+        first, second = zeros(jnp.int8), zeros(jnp.uint8)
         largest = jax.tree.map(lambda leaf: jnp.zeros(_blocks(leaf.shape), jnp.float32), params)
         return Adam8State(jnp.zeros((), jnp.int32), first, second, largest, jax.tree.map(jnp.copy, largest))
 
@@ -173,10 +176,6 @@ def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
         return (1,)
     *first, last = _merged(shape)
     return (*first, -(-last // BLOCK))
-
-
-def _zeros(leaf: Any, code: Any) -> jax.Array:
-    return jnp.zeros(leaf.shape, jnp.float32 if leaf.size < LEAST_SIZE else code)
 
 
 def _in_blocks(values: jax.Array) -> jax.Array:

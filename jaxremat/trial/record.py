@@ -227,7 +227,7 @@ class FailureRecord(AnyRecord):
         batch: sequences of a microbatch; None for a search.
         outcome: how it ended.
         error: why.
-        tail: the last lines that its process printed.
+        tail: the last lines that its process printed, or the traceback of an error that isn't the user's.
         duration_s: seconds until it ended.
         config: what was requested.
         xla_flags: `XLA_FLAGS` of the environment.

@@ -24,14 +24,7 @@ from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
 from jaxremat.planner.batch import MAX_BATCH
 from jaxremat.policy.spec import NONE, Policy
 from jaxremat.step.inputs import first_state, inputs
-from jaxremat.step.step import (
-    abstract_args,
-    arguments_on_mesh,
-    donated,
-    make_step,
-    state_and_argument_bytes,
-    step_shardings,
-)
+from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, state_and_argument_bytes, step_shardings
 from jaxremat.trial.base import base_flops
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord

@@ -116,15 +116,11 @@ def collective_seconds(collective: Collective, links: Links, tables: Tables | No
     groups = _device_groups(collective, links)
     if tables is None or links.node_bytes_per_s != tables.node_bytes_per_s:
         return max(_seconds(collective, group, links) for group in groups)
-    if all(_is_in_a_node(group, links) for group in groups):
+    if all(len({*map(links.node_of, group)}) == 1 for group in groups):
         measured_s = tables.collective_s(collective.kind, len(groups[0]), collective.num_bytes)
         if measured_s is not None:
             return measured_s
     return max(_seconds(collective, group, links, tables.latency_s(collective.kind)) for group in groups)
-
-
-def _is_in_a_node(group: tuple[int, ...], links: Links) -> bool:
-    return len({*map(links.node_of, group)}) == 1
 
 
 def _device_groups(collective: Collective, links: Links) -> Groups:

@@ -62,15 +62,8 @@ class ExecutedFlops:
 
     def repeated(self, times: int) -> "ExecutedFlops":
         """All counts multiplied by `times`, except `num_unknown_loops`, which counts loops of text."""
-        return ExecutedFlops(
-            matmul_flops=self.matmul_flops * times,
-            attention_flops=self.attention_flops * times,
-            convolution_flops=self.convolution_flops * times,
-            num_matmuls=self.num_matmuls * times,
-            num_attention_forward=self.num_attention_forward * times,
-            num_attention_backward=self.num_attention_backward * times,
-            num_unknown_loops=self.num_unknown_loops,
-        )
+        counts = {name: count * times for name, count in vars(self).items()}
+        return ExecutedFlops(**counts | {"num_unknown_loops": self.num_unknown_loops})
 
 
 NO_FLOPS = ExecutedFlops()
@@ -78,19 +71,7 @@ NO_FLOPS = ExecutedFlops()
 
 def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
     """The sum, field by field."""
-    rows = [
-        (
-            c.matmul_flops,
-            c.attention_flops,
-            c.convolution_flops,
-            c.num_matmuls,
-            c.num_attention_forward,
-            c.num_attention_backward,
-            c.num_unknown_loops,
-        )
-        for c in counts
-        if c is not NO_FLOPS
-    ]
+    rows = [vars(c).values() for c in counts if c is not NO_FLOPS]
     return ExecutedFlops(*(sum(column) for column in zip(*rows, strict=True))) if rows else NO_FLOPS
 
 
@@ -267,23 +248,16 @@ def _hlo_convolution(attrs: str, lhs: Sequence[int], rhs: Sequence[int], out: Se
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attrs)
     if not labels:
         return NO_FLOPS
-    lhs_labels, rhs_labels, out_labels = labels.groups()
     fields = dict(field.split("=") for field in window[1].split()) if window else {}
-    spatial = [str(i) for i in range(len(lhs_labels) - 2)]
+    spatial = [str(i) for i in range(len(labels[1]) - 2)]
 
-    def per_dim(key: str, default: str) -> list[str]:
-        return fields[key].split("x") if key in fields else [default] * len(spatial)
+    def per_dim(key: str, default: str) -> list[int]:
+        return [int(n.split("_")[0]) for n in fields.get(key, "x".join(default * len(spatial))).split("x") if n]
 
-    pairs = 1
-    rows = zip(
-        spatial, per_dim("stride", "1"), per_dim("pad", "0_0"), per_dim("lhs_dilate", "1"), per_dim("rhs_dilate", "1"),
-        strict=True,
-    )  # fmt: skip
-    for label, stride, pad, lhs_dilate, rhs_dilate in rows:
-        sizes = (lhs[lhs_labels.index(label)], rhs[rhs_labels.index(label)], out[out_labels.index(label)])
-        pairs *= _window_pairs(*sizes, int(stride), int(pad.split("_")[0]), int(lhs_dilate), int(rhs_dilate))
-    macs = out[out_labels.index("b")] * out[out_labels.index("f")] * rhs[rhs_labels.index("i")] * pairs
-    return ExecutedFlops(convolution_flops=2 * macs)
+    orders = ("bf", "oi", "bf")
+    specs = [[text.index(c) for c in (*order, *spatial)] for text, order in zip(labels.groups(), orders, strict=True)]
+    keys = (("stride", "1"), ("pad", "0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
+    return _convolution((lhs, rhs, out), specs, zip(*(per_dim(*key) for key in keys), strict=True))
 
 
 # From the jaxpr.
@@ -362,19 +336,28 @@ def requested_attention(eqn: Any) -> Attention | None:
 
 
 def _jaxpr_convolution(eqn: Any) -> ExecutedFlops:
-    lhs, rhs, out = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.outvars[0].aval.shape
-    params = eqn.params
-    dims = params["dimension_numbers"]
-    pairs = 1
-    for i, stride in enumerate(params["window_strides"]):
-        sizes = (lhs[dims.lhs_spec[i + 2]], rhs[dims.rhs_spec[i + 2]], out[dims.out_spec[i + 2]])
-        dilations = params["lhs_dilation"][i], params["rhs_dilation"][i]
-        pairs *= _window_pairs(*sizes, stride, params["padding"][i][0], *dilations)
-    macs = out[dims.out_spec[0]] * out[dims.out_spec[1]] * rhs[dims.rhs_spec[1]] * pairs
-    return ExecutedFlops(convolution_flops=2 * macs)
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    pads = (low for low, _ in params["padding"])
+    windows = zip(params["window_strides"], pads, params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    shapes = [var.aval.shape for var in (*eqn.invars, *eqn.outvars)]
+    return _convolution(shapes, (dims.lhs_spec, dims.rhs_spec, dims.out_spec), windows)
 
 
-# The formulas, shared by both counts.
+def _convolution(
+    shapes: Sequence[Sequence[int]], specs: Sequence[Sequence[int]], windows: Iterable[tuple[int, ...]]
+) -> ExecutedFlops:
+    """FLOPs of a convolution.
+
+    Args:
+        shapes: of the input, the filter and the output.
+        specs: where each of them has batch, features and the spatial dimensions; the filter has output and input features.
+        windows: of each spatial dimension the stride, the lower padding, and the dilations of the input and the filter.
+    """
+    (_, _, *lhs), (_, of_input, *rhs), (batch, features, *out) = (
+        [shape[n] for n in spec] for shape, spec in zip(shapes, specs, strict=True)
+    )
+    pairs = math.prod(_window_pairs(*sizes, *window) for *sizes, window in zip(lhs, rhs, out, windows, strict=True))
+    return ExecutedFlops(convolution_flops=2 * batch * features * of_input * pairs)
 
 
 def _product(

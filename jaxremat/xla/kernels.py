@@ -190,11 +190,7 @@ def _branch_size(events: Iterable[Kernel | Wait]) -> tuple[int, int]:
 
 
 def _kernel(
-    module: Module,
-    computation: Computation,
-    instruction: Instruction,
-    count: int,
-    flops: Callable[[str], ExecutedFlops],
+    module: Module, computation: Computation, instruction: Instruction, count: int, flops: Callable[[str], ExecutedFlops]
 ) -> Kernel:
     counts = instruction_flops(computation, instruction, flops)
     traffic = traffic_of(module, computation, instruction)

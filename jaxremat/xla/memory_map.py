@@ -199,16 +199,8 @@ class _Reader:
     # Buffers.
 
     def _allocation(self, raw: RawAllocation) -> Allocation:
-        kind = (
-            "argument"
-            if raw.parameter is not None
-            else "temp"
-            if raw.is_temp
-            else "constant"
-            if raw.is_constant
-            else "output"
-        )
-        return Allocation(raw.number, raw.num_bytes, kind)
+        of_program = "temp" if raw.is_temp else "constant" if raw.is_constant else "output"
+        return Allocation(raw.number, raw.num_bytes, of_program if raw.parameter is None else "argument")
 
     def _role(self, path: str) -> Category:
         return role_of(path, self.roles)

@@ -5,12 +5,7 @@ import re
 from jaxremat.errors import MissingDependencyError
 
 #: Files that XLA may fail to find, and the wheel that contains each.
-_WHEELS = (
-    ("ptxas", "nvidia-cuda-nvcc"),
-    ("libnvvm", "nvidia-nvvm"),
-    ("nvvm", "nvidia-nvvm"),
-    ("libdevice", "nvidia-nvvm"),
-)
+_WHEELS = (("ptxas", "nvidia-cuda-nvcc"), ("libnvvm", "nvidia-nvvm"), ("nvvm", "nvidia-nvvm"), ("libdevice", "nvidia-nvvm"))
 #: Matches messages about a cuDNN library that is missing or too old. Other messages about cuDNN are about shapes.
 _CUDNN_LIBRARY = re.compile(r"libcudnn|DNN library|Loaded runtime CuDNN|dnn_version", re.IGNORECASE)
 #: Matches XLA's rejection of a product of bfloat16, as of `jax.nn.dot_product_attention`, for a GPU that lacks it.

@@ -34,8 +34,4 @@ def needed_bytes(text: str) -> int | None:
     `needed_bytes("... HLO temporaries (33.12G) exceeds available HBM (31.25G).")` is 35562329211.
     """
     said = next(filter(None, (form.fullmatch(text) for form in _TOO_LARGE)), None)
-    return _bytes(said[1]) if said else None
-
-
-def _bytes(size: str) -> int:
-    return round(float(size.rstrip("KMGT")) * _UNITS.get(size[-1], 1))
+    return round(float(said[1].rstrip("KMGT")) * _UNITS.get(said[1][-1], 1)) if said else None

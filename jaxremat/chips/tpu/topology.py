@@ -49,8 +49,7 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
             devices = topologies.get_topology_desc(name, platform="tpu", **more).devices
     except jax.errors.JaxRuntimeError as error:
         raise TargetError(
-            f"libtpu rejected the topology {name}: {str(error).splitlines()[0]}",
-            next_step="another --topology, or none",
+            f"libtpu rejected the topology {name}: {str(error).splitlines()[0]}", next_step="another --topology, or none"
         ) from None
     # A chip of two devices has one too many where a slice has an odd number of them.
     num_here = len(devices) // shape.nodes
