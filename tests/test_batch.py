@@ -158,6 +158,33 @@ def test_a_search_says_how_many_compiles_it_takes_at_most(total, budget, options
     assert said == expected
 
 
+@given(fixed, slopes, budgets, caps)
+def test_two_compiles_estimate_the_answer_of_a_line(state, per_sequence, budget, cap):
+    """One compile does where the bytes of no sequence are known."""
+    said, known = [], []
+
+    def total(batch):
+        return state + per_sequence * batch
+
+    found = search(total, budget, batches=range(1, cap + 1), estimate=said.append)
+    assert said[1:] == [found.largest] * (len(found.tried) - 1)
+    search(total, budget, batches=range(1, cap + 1), fixed_bytes=state, estimate=known.append)
+    assert {*known} == {found.largest}
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100))
+def test_an_estimate_is_within_what_is_proven(bytes_by_batch, budget):
+    said = []
+    found = search(
+        lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1), estimate=said.append
+    )
+    fits, fails = 0, len(bytes_by_batch) + 1
+    for estimate, (batch, num_bytes) in zip(said, found.tried, strict=True):
+        fits, fails = (batch, fails) if num_bytes <= budget else (fits, batch)
+        assert fits <= estimate < fails
+    assert said[-1] == found.largest
+
+
 def test_batches_to_look_at_are_few_and_near_each_other():
     batches = range(1, MAX_BATCH + 1)
     few = spaced(batches)

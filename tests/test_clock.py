@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.session.page import seconds_at
 from jaxremat.xla import clock, hlo
+from jaxremat.xla.buffers import MemoryMap, Operation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kernels import kernels_of
 from tests.gpu_programs import B, H, L, N, T, array, compile_for, compiled_attention
@@ -57,6 +59,19 @@ ENTRY %main (p: f32[1024,1024]) -> f32[1024,1024] {
   ROOT %back = f32[1024,1024]{1,0} copy(%copy-done)
 }
 """
+
+
+def test_the_seconds_of_instructions_sum_to_the_step():
+    """What is exposed of a copy counts for its start."""
+    speed, module = dataclasses.replace(SPEED, host_link_bytes_per_s=1e9), hlo.parse(OVERLAP)
+    times, step = clock.times_of(module, speed), clock.predict_step_time(module, speed)
+    assert sum(times.values()) == pytest.approx(step.step_s)
+    assert times["copy-start"] + times["back"] >= step.exposed_s > 0, "both cross the link"
+    assert [name for name in times if name.startswith("dot")] == ["dot.1", "dot.2"]
+    program = tuple(Operation(name, "", "", "") for name in ("p", "copy-start", "dot.1", "dot.2"))
+    seconds = seconds_at(MemoryMap(program, (), (), (), (), (), (), 0, ()), times)
+    assert seconds[:3] == [0.0, times["copy-start"], times["dot.1"]]
+    assert sum(seconds) == pytest.approx(step.step_s), "the last copy isn't in the program"
 
 
 @pytest.mark.parametrize("copy_s", [1e-6, 1.0])

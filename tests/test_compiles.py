@@ -29,7 +29,8 @@ def test_the_example_of_the_module():
     assert compiles.next() == Compile(1, 9)
     assert compiles.next() == Compile(2, 9, 16.0)
     compiles.expect(3)
-    assert compiles.next() == Compile(3, 5, 6.0)
+    compiles.estimated(118)
+    assert compiles.next() == Compile(3, 5, 6.0, 118)
 
 
 def test_without_a_bound_there_is_none_and_no_rest():
@@ -57,6 +58,7 @@ def test_a_line_has_the_numbers_that_are_known():
     assert numbers(compile_text("dots", Compile(3, 9, 23.4), "batch 126")) == [3, 9, 126, 24]
     assert numbers(compile_text("dots", Compile(1, 9), "batch 126")) == [1, 9, 126]
     assert numbers(compile_text("dots", Compile(2), "batch 126")) == [2, 126]
+    assert numbers(compile_text("dots", Compile(2, 9, 23.4, 118), "batch 126")) == [2, 9, 126, 118, 24]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from jaxremat.policy.names import WrittenName
 from jaxremat.xla.buffers import Category, attribution
 from jaxremat.xla.categories import RULES, Evidence, category_of, phase_of, role_of
 from jaxremat.xla.dump import Dump, HloValue, parse_assignment, parse_frames, parse_live_ranges
+from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.memory_map import read_map
-from jaxremat.xla.origin import Origin, label_of, plain_scope
+from jaxremat.xla.origin import Origin, label_of
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 64, parameter 1, shape |f32[4,4]| at ShapeIndex {}, maybe-live-out:

@@ -15,8 +15,10 @@ from PIL import Image, ImageChops
 
 from jaxremat.answer.savings import Saving
 from jaxremat.report.page import PageInput, write_page
-from jaxremat.xla.buffers import MemoryMap
+from jaxremat.xla.buffers import MemoryMap, held
+from jaxremat.xla.step_facts import Finding
 from tests.browser import SIZE, Shown, missing_piece, start_browser
+from tests.made_up_tables import SUGGESTED
 from tests.memory_maps import scanned, unrolled
 
 pytestmark = pytest.mark.full
@@ -333,3 +335,138 @@ def test_the_golden_picture(page, tmp_path):
     apart = ImageChops.difference(actual, golden).convert("L").point([255 * (level > 40) for level in range(256)])
     share = sum(map(bool, apart.tobytes())) / (SIZE[0] * SIZE[1])
     assert share < 0.03, f"{share:.1%} of the pixels differ: {hint}"
+
+
+TIMED = [(n % 7) * 1e-5 for n in range(len(DOTS.program))]
+LOGITS = Finding("logits-largest", "the logits take 6.13 GiB", "--loss chunked", 2**30)
+
+
+def choose(page: Shown, selector: str, value: str) -> None:
+    page.driver.execute_script(
+        "arguments[0].value = arguments[1]; for (const kind of ['input', 'change']) arguments[0].dispatchEvent(new Event(kind))",
+        page.find(selector),
+        value,
+    )
+    page.frame()
+
+
+def test_an_axis_of_predicted_time(open_page):
+    """A position is as wide as its seconds, and a folded loop as all its iterations."""
+    page = open_page(a_page(DOTS, seconds=TIMED, interval=(-0.16, 0.16)))
+    assert f"{1e3 * sum(TIMED):.2f} ms ±16 %, predicted" in page.text("#summary")
+    choose(page, "#axis", "time")
+    buffer = one(DOTS, "mlpwi_0")
+    x, _, width, _ = json.loads(page.canvas().get_attribute("data-plot"))
+    _, y = page.screen(DOTS, buffer)
+    before, during = sum(TIMED[: buffer.first]), sum(TIMED[buffer.first : buffer.last + 1])
+    page.mouse("mouseMoved", x + width * (before + during / 2) / sum(TIMED), y)
+    assert buffer.name in page.wait(lambda: page.text("#tooltip"))
+    page.mouse("mouseMoved", x + width * (before + during) / sum(TIMED) + 3, y)
+    page.frame()
+    assert buffer.name not in page.text("#tooltip")
+    untimed = open_page(a_page(DOTS))
+    assert not untimed.find("#choose-axis").is_displayed()
+    assert "ms" not in untimed.text("#summary")
+
+
+def test_the_bytes_in_use_at_each_position(page):
+    shown = page.driver.execute_script("return Array.from(unpack(DATA.pages[0], DATA).inUse)")
+    for position in (0, DOTS.peak, len(DOTS.program) - 1):
+        assert shown[position] == sum(size for _, size in held(DOTS, position))
+    assert shown.index(max(shown)) == DOTS.peak
+
+
+def test_findings_have_their_remedies_and_what_fits_instead(open_page):
+    page = open_page(a_page(DOTS, findings=[LOGITS], fits_instead=[SUGGESTED]), a_page(NOTHING))
+    fits, finding = page.all("#findings details")
+    assert SUGGESTED.flags in fits.text
+    assert "1.00 GiB" in finding.text
+    finding.find_element("css selector", "summary").click()
+    assert LOGITS.evidence in finding.text
+    assert finding.find_element("css selector", "pre").text == LOGITS.remedy
+    choose(page, "#which", "1")
+    assert not page.find("#findings").is_displayed()
+
+
+def test_the_table_is_sorted_and_filtered(page):
+    page.find("#tab-peak").click()
+
+    def labels():
+        return [button.text for button in page.all("#holders tbody button")]
+
+    largest_first = labels()
+    page.find("#holders thead button").click()
+    assert labels() == sorted(largest_first, key=str.lower)
+    page.find("#holders thead button").click()
+    assert labels() == sorted(largest_first, key=str.lower, reverse=True)
+    for wanted in ("RESIDUALS", "mlpwi_0"):
+        choose(page, "#filter", wanted)
+        assert 0 < len(labels()) < len(largest_first)
+        assert all(wanted.lower() in row.text.lower() for row in page.all("#holders tbody tr"))
+        assert numbers(page.text("#filtered")) == [len(labels()), len(largest_first)]
+
+
+def test_a_click_shows_one_panel(page):
+    page.find("#unfold-all").click()
+    buffer = one(DOTS, "mlpwi_0")
+    x, y = page.screen(DOTS, buffer)
+    page.mouse("mouseMoved", x, y)
+    page.wait(lambda: page.text("#tooltip"))
+    page.click(x, y)
+    page.mouse("mouseMoved", x + 2, y)
+    page.frame()
+    assert page.find("#pinned").is_displayed()
+    assert not page.find("#tooltip").is_displayed()
+
+
+def test_a_trace_for_perfetto(open_page, tmp_path):
+    page = open_page(a_page(DOTS, seconds=TIMED))
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.find("#trace").click()
+    saved = page.wait(lambda: [p for p in tmp_path.glob("*.json") if p.stat().st_size])[0]
+    events = json.loads(saved.read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["tid"] == 2]
+    assert sum(event["dur"] for event in slices) == pytest.approx(1e6 * sum(TIMED))
+    assert [event["name"] for event in slices] == [o.name for o, s in zip(DOTS.program, TIMED, strict=True) if s]
+    counted = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert max(counted) == sum(size for _, size in held(DOTS, DOTS.peak))
+    begun = [event for event in events if event["ph"] == "b"]
+    assert {event["id"] for event in begun} == {event["id"] for event in events if event["ph"] == "e"}
+    assert len(begun) == min(len(DOTS.buffers), 1000)
+
+
+@pytest.fixture
+def phone(driver):
+    """A screen of 390 pixels that is touched."""
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+    yield driver
+    driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+    metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def test_on_a_phone_two_fingers_zoom_and_a_tap_pins_in_view(phone, page):
+    page.frame()
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390, "nothing is beside the screen"
+    box = page.canvas().rect
+
+    def touch(kind, *points):
+        points = [{"x": box["x"] + x, "y": box["y"] + y, "id": n} for n, (x, y) in enumerate(points)]
+        page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    _, y = page.screen(DOTS, one(DOTS, "nu/embedding/kernel"))
+    touch("touchStart", (200, y))
+    touch("touchEnd")
+    page.wait(lambda: page.find("#pinned").is_displayed())
+    pinned, scrolled = page.find("#pinned").rect, page.driver.execute_script("return window.scrollY")
+    assert 300 < pinned["y"] - scrolled < 844 - pinned["height"] + 1
+    assert not page.find("#tooltip").is_displayed()
+    whole = page.view()
+    touch("touchStart", (150, 200), (210, 200))
+    touch("touchMove", (120, 200), (240, 200))
+    touch("touchEnd")
+    near = page.view()
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 2, rel=0.05)
+    assert page.find("#pinned").is_displayed(), "a pinch is no tap"

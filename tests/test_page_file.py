@@ -70,7 +70,7 @@ def test_the_holders_of_the_peak_are_rows_of_equal_layers():
     buffers = [replace(b, label=f"layers_{n}/mlp") if b.category == "residuals" else b for n, b in enumerate(DOTS.buffers)]
     data = data_of(build_page([a_page(replace(DOTS, buffers=tuple(buffers)))]))
     (packed,) = data["pages"]
-    rows = {data["strings"][label]: (items, size) for label, items, size in packed["holders"]}
+    rows = {data["strings"][label]: (items, size) for label, items, size, _ in packed["holders"]}
     saved = [n for n, b in enumerate(buffers) if b.category == "residuals"]
     items, size = rows["layers_*/mlp"]
     assert sorted(items) == saved

@@ -175,8 +175,11 @@ def test_a_rejected_step_is_told_without_terms():
 
 def test_a_search_from_above_compiles_one_batch_that_fits():
     early = {"early_bytes": lambda batch: 400 + 100 * batch, "fixed_bytes": 400}
-    found = largest_from_above(lambda batch: 400 + 149 * batch, 3125, **early)
+    said = []
+    found = largest_from_above(lambda batch: 400 + 149 * batch, 3125, estimate=said.append, **early)
     assert (found.largest, found.next) == (18, 19)
+    assert said[0] == 27, "by the guess of the bytes"
+    assert {*said[2:]} == {18}
     assert [batch for batch, num_bytes in found.tried if num_bytes <= 3125] == [18]
 
 

@@ -226,6 +226,7 @@ def answer_largest(
         "fixed_bytes": trials.state_bytes(),
         "start": max(fitting, default=min(steps.done, default=first_batch)),
         "batches": trials.batches(max_batch),
+        "estimate": compiles.estimated,
     }
     try:
         if trials.speaks_early:

@@ -9,7 +9,6 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 """
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
-    from jaxremat.trial.record import ExplainRecord
     from jaxremat.trial.trials import Trials
 
 DEFAULT_BATCH = 32
@@ -56,7 +54,7 @@ class ExplainFlags(StepFlags):
     xprof: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write what XProf's memory viewer opens: xprof --logdir DIR."""
     page: Annotated[Path | None, Parameter(metavar="FILE.html")] = None
-    """Draw the memory over the program as one offline page, to explore and to compare the policies in a browser."""
+    """Draw the memory over the program and over time as one offline page, with what --lint finds, to explore in a browser."""
     redact: bool = False
     """Leave source lines and absolute paths out of the page."""
 
@@ -95,9 +93,11 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     Each is printed as soon as its step is compiled.
     """
     from jaxremat.chips.target import load_target
+    from jaxremat.report.page import PageInput, write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
+    from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
     flags = request.flags
@@ -110,7 +110,8 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         session = Session.of(request, load_target(flags.target, request.mesh))
         show_heading(session, report)
         printer = ExplainPrinter(report)
-        pages = []
+        lint = flags.lint or flags.page is not None
+        pages, command = list[PageInput](), ("jaxremat", "explain", *sys.argv[1:])
 
         def show_known() -> None:
             printer.all_done()
@@ -122,43 +123,22 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
                 for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
                     progress.show(f"{policy}, batch {batch}")
-                    row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=flags.lint)
+                    row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
-                        pages.append(page_input(row, trials, policy))
+                        pages.append(page_input(row, trials, policy, command))
                     if flags.xprof:
                         export(trials, policy, batch, flags.xprof)
                     trials.forget()  # XLA's dump of a program is large
         if no_fit := printer.no_fit():
-            show_no_fit(session, no_fit, report, progress)
+            suggestions = show_no_fit(session, no_fit, report, progress)
+            if flags.page and suggestions:
+                least = [row for row in printer.rows if row.total_bytes is not None].index(no_fit)
+                pages[least] = replace(pages[least], fits_instead=suggestions)
+                write_page(flags.page, pages, redact=flags.redact)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
-
-
-def page_input(row: "ExplainRecord", trials: "Trials", policy: Policy) -> "PageInput":
-    """The step of `row` as `write_page` takes it."""
-    from jaxremat.answer.savings import savings
-    from jaxremat.answer.workload_estimate import estimate_workload
-    from jaxremat.planner.shared_budget import one_of_each
-    from jaxremat.report.page import PageInput
-    from jaxremat.xla.options import with_preset
-
-    memory, speed = trials.compile(policy, row.batch).memory_map, trials.target.speed
-    return PageInput(
-        title=row.model,
-        policy=with_preset(row.policy, row.xla_preset),
-        batch=row.batch,
-        target=f"{row.target}: {trials.target.description}"
-        + (f", one of {row.num_devices} in {row.mesh}" if row.mesh else ""),
-        memory=memory,
-        budget_bytes=row.budget_bytes,
-        versions={name: version for name, version in row.versions.items() if version},
-        command=shlex.join(["jaxremat", "explain", *sys.argv[1:]]),
-        savings=savings(one_of_each(estimate_workload(trials, speed, row.batch)).problem, memory)
-        if speed and trials.factory.num_layers()
-        else None,
-    )
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:

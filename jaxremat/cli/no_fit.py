@@ -7,18 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxremat.report.printer import Report
     from jaxremat.report.progress import Progress
     from jaxremat.session.session import Session
-    from jaxremat.trial.record import StepRecord
+    from jaxremat.trial.record import StepRecord, SuggestionRecord
 
 NUM_LARGEST = 3
 
 
-def show_no_fit(session: "Session", row: "StepRecord", report: "Report", progress: "Progress") -> None:
+def show_no_fit(
+    session: "Session", row: "StepRecord", report: "Report", progress: "Progress"
+) -> "Sequence[SuggestionRecord]":
     """Prints the largest live buffers of a step that doesn't fit, and the suggestions.
 
-    Each buffer is printed with its source lines.
+    Each buffer is printed with its source lines. The suggestions are returned.
 
     Args:
         session: the session that `row` comes from.
@@ -47,3 +51,4 @@ def show_no_fit(session: "Session", row: "StepRecord", report: "Report", progres
         on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
     print_no_fit(report, explained, suggestions, least)
+    return suggestions

@@ -20,7 +20,7 @@ import jax
 from jaxremat.errors import UnknownNameError, nearest
 from jaxremat.policy.jax_private import core, forward_rule, written_name
 from jaxremat.policy.spec import LayerPolicy, Policy
-from jaxremat.system.whose import is_users, package_folders
+from jaxremat.system.whose import is_users, package_folders, shown_file
 
 #: Operations inside which a policy decides nothing. What is inside is recomputed whole, or isn't differentiated as written.
 OPAQUE = frozenset(
@@ -165,14 +165,14 @@ def written_at(equation: Any) -> str:
     """
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
-    return next((f"{file}:{line}" for file, line in frames if not file.startswith(_LEFT_OUT)), "")
+    return next((f"{shown_file(file)}:{line}" for file, line in frames if not file.startswith(_LEFT_OUT)), "")
 
 
 def users_line(equation: Any) -> str:
     """`file:line` of an equation's innermost frame in the user's code, or else `written_at`."""
     traceback = equation.source_info.traceback
     frames = ((f.file_name, f.line_num) for f in (traceback.frames if traceback else ()))
-    own = (f"{file}:{line}" for file, line in frames if is_users(file))
+    own = (f"{shown_file(file)}:{line}" for file, line in frames if is_users(file))
     return next(own, "") or written_at(equation)
 
 

@@ -24,7 +24,10 @@ from typing import Any
 from jaxremat.answer.savings import Saving
 from jaxremat.errors import JaxrematError
 from jaxremat.system.files import named_by, write_whole
+from jaxremat.trial.record import SuggestionRecord
 from jaxremat.xla.buffers import CATEGORIES, Allocation, Buffer, MemoryMap, attribution, held, holders
+from jaxremat.xla.hlo import plain_scope
+from jaxremat.xla.step_facts import Finding
 
 #: The most bytes that a page may take. Mail and issue trackers accept a file of this size, and a browser opens it at once.
 MAX_PAGE_BYTES = 1_000_000
@@ -32,7 +35,7 @@ MAX_PAGE_BYTES = 1_000_000
 PLAIN_BYTES = 64_000
 #: How much stays: characters of each text, and share of the buffers. Tried in this order until the page is small enough.
 CUTS = ((10_000, 1.0), (1_000, 1.0), (200, 1.0), (200, 0.5), (100, 0.25), (60, 0.1), (20, 0.02))
-_SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "page.js")
+_SCRIPTS = ("data.js", "theme.js", "scene.js", "viewer.js", "panels.js", "trace.js", "page.js")
 #: An absolute path, with the line number after it. The names of JAX's scopes contain slashes too, but don't start with one.
 _PATH = re.compile(r"""(?<![\w)\]}.*-])(?:file://|~|[A-Za-z]:)?[/\\](?:[^/\\\n"'()<>,;|]+[/\\])*[^/\\\s"'()<>,;|]*""")
 
@@ -51,6 +54,10 @@ class PageInput:
         versions: the versions of the libraries that compiled the step, by name.
         command: the command that makes this page again. It may be empty.
         savings: the bytes and saved seconds of the buffers that have them. With None the page has no such columns.
+        seconds: the predicted seconds of a step at each position of the program. Empty where the target's speed isn't known.
+        interval: how much longer a real step may take, as shares: (-0.16, 0.16) is 16 % shorter to 16 % longer.
+        findings: what the lint found.
+        fits_instead: changes of the flags under which the step fits, if it doesn't.
     """
 
     title: str
@@ -62,6 +69,10 @@ class PageInput:
     versions: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
     savings: Sequence[Saving] | None = None
+    seconds: Sequence[float] = ()
+    interval: tuple[float, float] | None = None
+    findings: Sequence[Finding] = ()
+    fits_instead: Sequence[SuggestionRecord] = ()
 
 
 class _Texts:
@@ -185,7 +196,15 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "versions": {texts.clean(key): texts.clean(value) for key, value in page.versions.items()},
         "peak": memory.peak,
         "at_peak": _legend(memory, buffers),
-        "holders": [(texts(one.label), [place[id(b)] for b in one.buffers], one.num_bytes) for one in holders(live)],
+        "holders": [
+            (
+                texts(one.label),
+                [place[id(b)] for b in one.buffers],
+                one.num_bytes,
+                texts(plain_scope(one.buffers[0].op_name)),
+            )
+            for one in holders(live)
+        ],
         "program": _deltas(texts(operation.name) for operation in memory.program),
         "phases": memory.phases,
         "loops": [asdict(loop) | {"name": texts.clean(loop.name)} for loop in memory.loops],
@@ -193,6 +212,10 @@ def _pack_page(page: PageInput, texts: _Texts, share: float) -> dict[str, Any]:
         "gaps": [(gap.allocation, gap.offset, gap.num_bytes) for gap in memory.gaps],
         "host": [(*map(texts.clean, (b.label, b.name)), b.num_bytes, texts.clean(b.shape)) for b in memory.host_buffers],
         "savings": savings,
+        "nanoseconds": [round(1e9 * seconds) for seconds in page.seconds],
+        "interval": page.interval,
+        "findings": [(*map(texts.clean, (one.rule, one.evidence, one.remedy)), one.num_bytes) for one in page.findings],
+        "fits_instead": [(texts.clean(one.flags), one.total_bytes, one.step_s) for one in page.fits_instead],
         "buffers": _columns(buffers, memory, texts),
     }
 

@@ -1,11 +1,11 @@
 """The progress of a command, on stderr.
 
-A terminal shows one live line. A pipe and CI get one line per stage.
+A terminal and a notebook show one live line. A pipe and CI get one line per stage.
 
 Lines in a pipe, the last one a minute later, if XLA still compiles:
 
-    [   3.2 s] dots: compile 2 of at most 9, batch 64; these take at most about 24 s more
-    [  63.2 s] still dots: compile 2 of at most 9, batch 64
+    [   3.2 s] dots: compile 2 of at most 9, batch 64, the largest that fits is about 64; these take at most about 24 s more
+    [  63.2 s] still dots: compile 2 of at most 9, batch 64, the largest that fits is about 64
 """
 
 import math
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress as RichProgress
@@ -30,12 +31,13 @@ _REST = "; these take at most about "
 
 
 def compile_text(what: str, compile: Compile, *about: str) -> str:
-    """What is compiled, which compile it is, and how long the rest may take.
+    """What is compiled, which compile it is, the estimated batch, and how long the rest takes.
 
     Of `"dots", Compile(3, 9, 23.4), "batch 8"`: `dots: compile 3 of at most 9, batch 8; these take at most about 24 s more`.
     """
     of = "" if compile.at_most is None else f" of at most {compile.at_most}"
-    return ", ".join([f"{what}: compile {compile.number}{of}", *about]) + rest_text(compile.rest_s)
+    estimate = [] if compile.estimate is None else [f"the largest that fits is about {compile.estimate}"]
+    return ", ".join([f"{what}: compile {compile.number}{of}", *about, *estimate]) + rest_text(compile.rest_s)
 
 
 def rest_text(seconds: float | None) -> str:
@@ -57,6 +59,7 @@ class Progress:
         # At the least width a terminal may be narrower, and a live line that it breaks would stay.
         self._live = console.is_terminal and console.width > LEAST_WIDTH and not os.environ.get("CI")
         self._progress: RichProgress | None = None
+        self._in_notebook: Any = None
         self._started = time.monotonic()
         self._text, self._shown = "", threading.Event()
         self._ended = False
@@ -68,6 +71,10 @@ class Progress:
             self._progress = RichProgress(*columns, console=self._console, transient=True, redirect_stdout=same_screen)
             self._task = self._progress.add_task("", total=None, visible=False)
             self._progress.start()
+        elif self._console.is_jupyter:
+            from IPython.display import display
+
+            self._in_notebook = display({"text/plain": ""}, raw=True, display_id=True)
         else:
             threading.Thread(target=self._beat, daemon=True).start()
         return self
@@ -88,6 +95,8 @@ class Progress:
         self._shown.set()
         if self._progress:
             self._progress.stop()
+        if self._in_notebook:
+            self._in_notebook.update({"text/plain": ""}, raw=True)
 
     def show(self, text: str) -> None:
         """Replaces the live line.
@@ -96,6 +105,8 @@ class Progress:
         """
         if self._progress:
             self._progress.reset(self._task, description=text, visible=True)
+        elif self._in_notebook:
+            self._in_notebook.update({"text/plain": f"{self._elapsed()} {text}"}, raw=True)
         else:
             self._text = text
             self._shown.set()
@@ -103,7 +114,10 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Prints a line that stays on the terminal, with the seconds since the start."""
-        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", soft_wrap=True)
+        self._console.print(f"{self._elapsed()} {text}", soft_wrap=True)
+
+    def _elapsed(self) -> str:
+        return f"[{time.monotonic() - self._started:6.1f} s]"
 
     def status(self, text: str) -> None:
         """Changes the text of the live line without a reset of its seconds.

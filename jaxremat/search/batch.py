@@ -89,6 +89,7 @@ def largest_batch(
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
     expect: Callable[[int], None] = lambda further: None,
+    estimate: Callable[[int], None] = lambda batch: None,
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
@@ -100,6 +101,8 @@ def largest_batch(
         batches: the batches to choose among, in rising order.
         expect: called before each compile with how many further compiles the search takes at most. It isn't called before that
             is known: not before a batch doesn't fit, unless all batches are at most `GROWTH` times the smallest one.
+        estimate: called after each compile with the answer as a line through the compiled steps predicts it. It is 0 where no
+            batch is expected to fit.
 
     Raises:
         ValueError: there are no batches, or one is below 1.
@@ -127,6 +130,8 @@ def largest_batch(
             fails = at
         follows_line = is_bounded or len(tried) < _SECANT_STEPS
         guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
+        if follows_line:
+            estimate(_estimated(batches, guess, fits, fails))
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
@@ -140,6 +145,7 @@ def largest_from_above(
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
+    estimate: Callable[[int], None] = lambda batch: None,
 ) -> BatchSearch:
     """The largest of `batches` that fits, where a compile ends early for one that doesn't.
 
@@ -153,15 +159,18 @@ def largest_from_above(
         fixed_bytes: a guess at the total bytes of batch 0.
         start: the batch of the guess. If it isn't one of `batches`, the next smaller one is.
         batches: the batches to choose among, in rising order.
+        estimate: called with the answer as the line predicts it, as by `largest_batch`.
     """
 
     def place(batch: int) -> int:
         return max(bisect.bisect_right(batches, batch) - 1, 0)
 
     first = batches[place(start)]
-    guess = min(_predict({first: early_bytes(first)}, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
+    known = {first: early_bytes(first)}
+    guess = min(_predict(known, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
+    estimate(_estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails))
     while fails - fits > 1:
         follows_line = len(tried) < _SECANT_STEPS
         at = min(max(place(guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
@@ -170,11 +179,18 @@ def largest_from_above(
             fits = at
         else:
             fails = at
+        estimate(_estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails))
         aim_bytes = budget_bytes if len(tried) > 1 else _SECOND * budget_bytes // 100
         at = place(_predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
         guess = batches[min(at, fails - 1)]
     largest, after = batches[fits] if fits >= 0 else 0, batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
+
+
+def _estimated(batches: Sequence[int], guess: int, fits: int, fails: int) -> int:
+    """The largest of `batches` up to `guess`, within what is proven. 0 where there is none."""
+    at = min(max(bisect.bisect_right(batches, guess) - 1, fits), fails - 1)
+    return batches[at] if at >= 0 else 0
 
 
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:

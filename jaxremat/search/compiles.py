@@ -22,11 +22,14 @@ class Compile:
         at_most: how many compiles the search takes at most. None where that isn't known.
         rest_s: seconds that this compile and all that may follow take, if each takes what those before took on average. None
             before the second compile, and where `at_most` isn't known.
+        estimate: the largest batch that fits, as the compiles before predict it. None before the second compile, and where the
+            batch is given.
     """
 
     number: int
     at_most: int | None = None
     rest_s: float | None = None
+    estimate: int | None = None
 
 
 @dataclass
@@ -38,17 +41,23 @@ class Compiles:
         number: how many compiles have started.
         at_most: how many there are at most in the whole search, by all that was said to `expect`. None where that isn't known.
         started_s: when the first one started.
+        estimate: the batch that was last said to `estimated`.
     """
 
     clock: Callable[[], float] = time.monotonic
     number: int = 0
     at_most: int | None = None
     started_s: float = 0.0
+    estimate: int | None = None
 
     def expect(self, further: int) -> None:
         """Takes notice that at most `further` compiles are to come until the search ends."""
         at_most = self.number + further
         self.at_most = at_most if self.at_most is None else min(at_most, self.at_most)
+
+    def estimated(self, batch: int) -> None:
+        """Takes notice that the largest batch that fits is predicted to be `batch`."""
+        self.estimate = batch
 
     def next(self) -> Compile:
         """The compile that starts now."""
@@ -57,5 +66,6 @@ class Compiles:
             self.started_s = now
         self.number += 1
         if self.at_most is None or not done:
-            return Compile(self.number, self.at_most)
-        return Compile(self.number, self.at_most, (self.at_most - done) * (now - self.started_s) / done)
+            return Compile(self.number, self.at_most, estimate=self.estimate)
+        rest_s = (self.at_most - done) * (now - self.started_s) / done
+        return Compile(self.number, self.at_most, rest_s, self.estimate)

@@ -8,6 +8,7 @@ session.largest_batch("dots").largest_batch         # 128
 session.compare(["none", "dots", "auto"])           # policies side by side
 session.plan(batch=64).plan.policy                  # what each layer saves
 session.explain("dots", batch=32)                   # what takes the memory
+session.page(["none", "dots"], batch=32)            # the memory over the program, to explore
 
 A command opens it from its flags:
 
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ from jaxremat.workload.model import given_model
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
     from jaxremat.search.budget import Budget
+    from jaxremat.session.page import Page
+    from jaxremat.trial.record import ExplainRecord
     from jaxremat.trial.trials import Trials
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
@@ -255,14 +258,51 @@ class Session:
             top: how many of the largest buffers are listed.
             lint: whether the rules of the lint look at the step too.
         """
+        ((row, _, _),) = self._explained([policy], batch, num_largest=top, lint=lint)
+        return Answer(((row,),), self.trials.target.name)
+
+    def page(
+        self, policies: "str | Policy | Sequence[str | Policy]", batch: int, *, lint: bool = True, redact: bool = False
+    ) -> "Page":
+        """The memory over the program as a page, which a notebook shows inline and `write` files.
+
+        Args:
+            policies: a policy, or several for a page that compares them.
+            batch: sequences per microbatch.
+            lint: whether the page has what the rules of the lint find.
+            redact: whether source lines and absolute paths are left out.
+
+        Raises:
+            CompileError: XLA rejects a step.
+
+        Example: `session.page(["none", "dots"], batch=32).write("report.html")`.
+        """
+        from jaxremat.session.page import Page, page_input
+
+        several = [policies] if isinstance(policies, str | Policy) else policies
+        steps = self._explained(several, batch, num_largest=0, lint=lint)
+        return Page(tuple(page_input(*step) for step in steps), redact)
+
+    def _explained(
+        self, policies: "Sequence[str | Policy]", batch: int, *, num_largest: int, lint: bool
+    ) -> "Iterator[tuple[ExplainRecord, Trials, Policy]]":
+        """For each policy the record of its memory, the trials of its step, and the policy."""
+        from jaxremat.report.progress import Progress
+        from jaxremat.report.screen import shared_screen
         from jaxremat.session.answers import policy_of, trials_of
         from jaxremat.trial.explain import explain
 
-        session = self._requesting([policy], batch)
-        (requested,) = session.request.policies
-        trials = replace(trials_of(session, requested, note), keep_dump=True)
-        row = explain(trials, policy_of(requested), batch, top, requested=requested.text, lint=lint)
-        return Answer(((row,),), self.trials.target.name)
+        session = self._requesting(policies, batch)
+        if any(isinstance(requested.policy, Auto) for requested in session.request.policies):
+            raise UsageError(
+                "explain and page take policies, got 'auto'", next_step="session.plan(batch).plan.policy is one"
+            )
+        with Progress(shared_screen().progress) as progress:
+            for requested in session.request.policies:
+                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
+                progress.show(f"{policy}, batch {batch}")
+                row = explain(trials, policy, batch, num_largest, requested=requested.text, lint=lint)
+                yield row, trials, policy
 
     def _requesting(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> "Session":
         """The session with another request about the same model and target.

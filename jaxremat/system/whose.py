@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -23,6 +24,8 @@ PACKAGE = Path(__file__).parent.parent
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 #: The parts of this package that are models and steps. The rest is how it runs a user's layers.
 _LIKE_USERS = ("model", "step")
+#: The file in which a kernel of Jupyter compiles a cell.
+_CELL = re.compile(r"[/\\]ipykernel_\d+[/\\](\d+\.py)$")
 
 
 @functools.cache
@@ -54,6 +57,21 @@ def is_within(file: str | Path, *folders: str | Path) -> bool:
     return any(
         str(file) == str(folder) or str(file).startswith(f"{str(folder).rstrip(os.sep)}{os.sep}") for folder in folders
     )
+
+
+def shown_file(file: str) -> str:
+    """The file as a person knows it.
+
+    A notebook's cell has its number, such as `In[3]`, in place of a temporary file.
+    """
+    cell, ipython = _CELL.search(file), sys.modules.get("IPython")
+    if not cell or ipython is None or (shell := ipython.get_ipython()) is None:
+        return file
+    from ipykernel.compiler import get_tmp_directory
+
+    # A result that another kernel stored has its temporary folder. The file's name is a hash of the cell's text.
+    known = shell.compile.format_code_name(os.path.join(get_tmp_directory(), cell[1]))
+    return known[1] if known else "a cell of another notebook"
 
 
 def package_folders(name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ compares the predictions with the times of those kernels, and fits the shares.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -63,12 +63,30 @@ def predict_step_time(module: Module, speed: DeviceSpeed) -> StepTime:
     return seconds_of(events_of(module), speed)
 
 
-def seconds_of(events: Sequence[Kernel | Wait], speed: DeviceSpeed) -> StepTime:
+def times_of(module: Module, speed: DeviceSpeed) -> dict[str, float]:
+    """The predicted seconds that each instruction takes of a step, in the order of the program.
+
+    Those of a loop's body are for all its iterations. What is exposed of a copy or a collective counts for the instruction that
+    starts it. They sum to the `step_s` of `predict_step_time`.
+    """
+    times = dict[str, float]()
+
+    def spent(name: str, seconds: float) -> None:
+        times[name] = times.get(name, 0.0) + seconds
+
+    seconds_of(events_of(module), speed, spent)
+    return times
+
+
+def seconds_of(
+    events: Sequence[Kernel | Wait], speed: DeviceSpeed, spent: Callable[[str, float], None] = lambda name, seconds: None
+) -> StepTime:
     """The step time of a program's kernels, as `predict_step_time` has it.
 
     Args:
         events: the kernels and what they wait for, in order.
         speed: the device.
+        spent: called for each event with its name and the seconds by which the step is longer.
     """
     kernels = [event for event in events if isinstance(event, Kernel)]
     collectives = [kernel for kernel in kernels if kernel.collective]
@@ -79,7 +97,7 @@ def seconds_of(events: Sequence[Kernel | Wait], speed: DeviceSpeed) -> StepTime:
     # All iterations of a loop are equal, and each iteration waits for its own copies before it ends. So the time of all
     # iterations together equals the sum of their times, and each kernel counts `count` times in one go.
     for event in events:
-        kernel_s = 0.0
+        kernel_s, before_s = 0.0, device_s
         if isinstance(event, Kernel):
             time = predict_kernel_time(event, speed)
             compute_s += time.flops_s * event.count
@@ -98,6 +116,7 @@ def seconds_of(events: Sequence[Kernel | Wait], speed: DeviceSpeed) -> StepTime:
             exposed_s[link] += late_s
             device_s += late_s
         device_s += _beside(kernel_s, free_at_s["devices"] - device_s, speed.beside_collective)
+        spent(event.name, device_s - before_s)
     num_launches = sum(k.count for k in kernels if not k.collective)
     return StepTime(
         step_s=device_s,

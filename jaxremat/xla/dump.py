@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxremat.errors import CompileError
 from jaxremat.system.files import OTHER_TMPDIR, named_by, try_in
-from jaxremat.system.whose import is_users
+from jaxremat.system.whose import is_users, shown_file
 from jaxremat.xla import hlo
 
 #: The function that traces a program. Its callers aren't part of the program.
@@ -207,7 +207,8 @@ class Frames:
         """
         stack = self.stack(frame)
         of_user = [place for place in stack if is_users(place[0])]
-        return f"{(of_user or stack)[0][0]}:{(of_user or stack)[0][2]}" if stack else ""
+        file, _, line = next(iter(of_user or stack), ("", "", 0))
+        return f"{shown_file(file)}:{line}" if stack else ""
 
 
 def short_source(source: str) -> str:

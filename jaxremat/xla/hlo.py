@@ -42,6 +42,11 @@ _TUPLE_INDEX = re.compile(r"(?:^|[ ,])index=(\d+)")
 _INTEGER = re.compile(r"-?\d+")
 _CYCLES = re.compile(r'"estimated_cycles"\s*:\s*"?(\d+)')
 _DTYPE_BITS = re.compile(r"[a-z]+(\d+)")
+#: The parts of an `op_name` that loops and checkpoints add.
+STRUCTURE = re.compile(
+    r"(?:^|/)(?:while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)"
+)
+_TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,3 +407,17 @@ def _dtype_bits(dtype: str) -> int:
         return 8
     match = _DTYPE_BITS.match(dtype)
     return int(match[1]) if match else 0
+
+
+@functools.lru_cache(maxsize=65536)
+def plain_scope(op_name: str) -> str:
+    """`op_name` without the parts that JAX's transformations and loops add.
+
+    For example, `jit(step)/transpose(jvp(Net.loss))/layers/while/body/closed_call/mul` gives `Net.loss/layers/mul`.
+    """
+    parts: list[str] = []
+    for n, part in enumerate(STRUCTURE.sub("", op_name).strip("/").split("/")):
+        while match := _TRANSFORM.match(part):
+            part = "" if n == 0 and part.startswith(("jit(", "pjit(")) else match[1]
+        parts += [part] if part else []
+    return "/".join(parts)

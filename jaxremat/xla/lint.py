@@ -31,6 +31,7 @@ from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul, kind_of_call
+from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.lint_input import (
     LintInput,
     Remedies,
@@ -43,7 +44,7 @@ from jaxremat.xla.lint_input import (
     residuals,
 )
 from jaxremat.xla.lint_mesh import MESH_RULES
-from jaxremat.xla.origin import Caller, Origin, find_callers, find_origin, plain_scope
+from jaxremat.xla.origin import Caller, Origin, find_callers, find_origin
 from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import normalized_sizes, score_shapes
 

@@ -18,8 +18,8 @@ from jaxremat.xla.buffers import Buffer, MemoryMap, held
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.dump import Frames, parse_frames, short_source
 from jaxremat.xla.exchanges import Exchange
+from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.memory import CompiledMemory
-from jaxremat.xla.origin import plain_scope
 from jaxremat.xla.traced import Traced, logit_sizes, read_traced
 
 #: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever

@@ -19,8 +19,9 @@ from jaxremat.xla.categories import phase_of, speaks_of_loss
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
+from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.lint_input import LintInput, listed, num_elements
-from jaxremat.xla.origin import is_part, plain_scope
+from jaxremat.xla.origin import is_part
 from jaxremat.xla.recomputed import operation_path, scope_in
 from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import axes_of_constraints, needed_places

@@ -6,13 +6,13 @@ example, the fusion `loop_fusion.9`, which writes a slice into a stack of 12 lay
 `jit(step)/jvp(Net)/layers/while/body/mlp/wi_0/dot_general`. Its label is `mlp/wi_0/dot_general`.
 """
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jaxremat.policy.names import OPAQUE, WrittenName
 from jaxremat.xla import hlo
+from jaxremat.xla.hlo import STRUCTURE, plain_scope
 
 #: Instructions whose result has the values of their first operand, perhaps in another layout or place.
 _SAME = frozenset(
@@ -22,10 +22,6 @@ _SAME = frozenset(
 _XLAS = frozenset({"convert", "pad", "slice", "select", "broadcast"})
 #: Instructions that only refer to a value and don't make one.
 _PLACES = frozenset({"parameter", "get-tuple-element", "tuple", "while", "call", "conditional"})
-_STRUCTURE = re.compile(
-    r"(?:^|/)(?:while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|checkpoint|rematted_computation)(?=/|$)"
-)
-_TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|jit|pjit)\((.*)\)$")
 _CLASS = re.compile(r"[A-Z]\w*?(?<!\d)(?:\.\w+)?$")
 #: Matches the attributes of a library's matmul that adds a bias. XLA gives such a call the scope of the matmul.
 _BIAS = re.compile(r'"epilogue"\s*:\s*"BIAS')
@@ -221,20 +217,6 @@ def _is_scratch(instruction: hlo.Instruction, index: tuple[int, ...]) -> bool:
     return shape.dtype in ("u8", "s8") and len(shape.dims) <= 1
 
 
-@functools.lru_cache(maxsize=65536)
-def plain_scope(op_name: str) -> str:
-    """`op_name` without the parts that JAX's transformations and loops add.
-
-    For example, `jit(step)/transpose(jvp(Net.loss))/layers/while/body/closed_call/mul` gives `Net.loss/layers/mul`.
-    """
-    parts: list[str] = []
-    for n, part in enumerate(_STRUCTURE.sub("", op_name).strip("/").split("/")):
-        while match := _TRANSFORM.match(part):
-            part = "" if n == 0 and part.startswith(("jit(", "pjit(")) else match[1]
-        parts += [part] if part else []
-    return "/".join(parts)
-
-
 def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_devices: int = 1) -> str:
     """A readable label: the checkpoint name, or else the module path and operation in its layer.
 
@@ -247,7 +229,7 @@ def label_of(origin: Origin, names: Sequence[WrittenName], made_at: str, num_dev
     name = _checkpoint_name(origin, [n for n in names if is_part(origin.num_elements, n.num_elements, num_devices)], made_at)
     if name or (origin.is_carried and origin.num_layers > 1):
         return name or "layer input"
-    inner = _STRUCTURE.split(origin.op_name)[-1].strip("/")
+    inner = STRUCTURE.split(origin.op_name)[-1].strip("/")
     parts = plain_scope(inner or origin.op_name).split("/")
     if parts[-1] == "reduce_precision" and origin.opcode not in _PLACES:  # JAX's own cast of a residual
         parts[-1] = origin.opcode

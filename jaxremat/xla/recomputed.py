@@ -22,7 +22,7 @@ from jaxremat.xla import hlo
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, flops_counter, instruction_flops
-from jaxremat.xla.origin import plain_scope
+from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
 from jaxremat.xla.traced import needed_places, read_traced

@@ -18,7 +18,7 @@ from jaxremat.chips.chip import FusedAttention
 from jaxremat.chips.target import Target
 from jaxremat.errors import CompileError, JaxrematError, UsageError
 from jaxremat.system.files import OTHER_TMPDIR, free_bytes
-from jaxremat.xla.origin import plain_scope
+from jaxremat.xla.hlo import plain_scope
 
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = \(?(?P<shape>\w+\[[\d,]*\])\S* (?P<opcode>[a-z][\w\-]*)\(")
 _OP_NAME = re.compile(r'op_name="([^"]+)"')

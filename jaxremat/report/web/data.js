@@ -32,10 +32,19 @@ function unpack(packed, data) {
   map.sourceOf = named("source", "");
   map.shapeOf = named("shape", "");
   map.loopOf = (i) => (i < num && column.loop[i] >= 0 ? packed.loops[column.loop[i]] : null);
-  map.holders = packed.holders.map(([label, items, bytes]) => ({ label: strings[label], items, bytes }));
+  map.holders = packed.holders.map(([label, items, bytes, module]) => ({
+    label: strings[label],
+    items,
+    bytes,
+    module: strings[module],
+  }));
   map.categoryOf = (i) => map.categories[map.category[i]];
   addHoles(map);
   stack(map);
+  map.inUse = bytesInUse(map);
+  const took = (first, last) => packed.nanoseconds.slice(first, last + 1).reduce((all, one) => all + one, 0) / 1e6;
+  map.stepMs = took(0, packed.nanoseconds.length);
+  map.phases = packed.phases.map(([phase, first, last]) => [phase, first, last, took(first, last)]);
   return map;
 }
 
@@ -99,6 +108,34 @@ function stack(map) {
   map.low = map.offset.map((offset, i) => base.get(map.allocation[i]) + offset);
 }
 
+// The bytes of the whole axis that live buffers cover, at each position. Buffers may share bytes, so each stretch of the axis
+// between two of their ends counts how many buffers cover it.
+function bytesInUse(map) {
+  const buffers = Array.from({ length: map.num }, (_, i) => i);
+  const ends = [...new Set(buffers.flatMap((i) => [map.low[i], map.low[i] + map.bytes[i]]))].sort((a, b) => a - b);
+  const place = new Map(ends.map((end, i) => [end, i]));
+  const covers = new Int32Array(ends.length);
+  const [born, dead] = [0, 1].map(() => map.program.map(() => []));
+  for (const i of buffers) {
+    born[map.first[i]].push(i);
+    dead[map.last[i] + 1]?.push(i);
+  }
+  let bytes = 0;
+  const cover = (i, change) => {
+    const last = place.get(map.low[i] + map.bytes[i]);
+    for (let at = place.get(map.low[i]); at < last; at++) {
+      const before = covers[at];
+      covers[at] += change;
+      if (!before !== !covers[at]) bytes += change * (ends[at + 1] - ends[at]);
+    }
+  };
+  return Float64Array.from(map.program, (_, position) => {
+    for (const i of dead[position]) cover(i, -1);
+    for (const i of born[position]) cover(i, 1);
+    return bytes;
+  });
+}
+
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
 
 // Ties go to the even digit, as in Python: sizes are often powers of two, and a page should show what the commands print.
@@ -107,6 +144,7 @@ const number = (value, digits) =>
 const inGib = (bytes) => number(bytes / 2 ** 30, 3);
 const few = (bytes) => (bytes && inGib(bytes) === "0.000" ? "< 0.001" : inGib(bytes));
 const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2 : 3)} GiB`;
+const ms = (milliseconds) => `${number(milliseconds, milliseconds < 1 ? 3 : milliseconds < 100 ? 2 : 1)} ms`;
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) =>
   text.length > limit ? `${text.slice(0, limit)}… (${grouped(text.length)} characters)` : text;

@@ -13,7 +13,7 @@ function main(data) {
   DATA = data;
   const maps = data.pages.map((page) => unpack(page, data));
   const marks = new Marks();
-  const state = { shown: 0, map: null, found: [], current: -1, rows: ROWS };
+  const state = { shown: 0, map: null, found: [], current: -1, rows: ROWS, order: { column: "GiB", down: true } };
   const limits = data.pages.map((page) => page.budget);
   let syncing = false;
 
@@ -36,8 +36,11 @@ function main(data) {
       .map(({ kind, low, high }) => `${KIND_TEXT[kind]} ${gib(high - low)}`)
       .join(" + ");
     const host = page.host.length ? `; pinned host memory ${gib(page.host.reduce((sum, row) => sum + row[2], 0))}` : "";
+    const [shorter, longer] = page.interval?.map((share) => Math.round(100 * share)) ?? [];
+    const off = longer === undefined ? "" : -shorter === longer ? ` ±${longer} %` : ` (−${-shorter} to +${longer} %)`;
+    const time = map.stepMs ? `; step ${ms(map.stepMs)}${off}, predicted` : "";
     const budget = page.budget ? `; budget ${gib(page.budget)}${map.total > page.budget ? ", exceeded" : ""}` : "";
-    at("summary").textContent = cut(`${page.target}: total ${gib(map.total)}${parts && ` = ${parts}`}${budget}${host}`, 600);
+    at("summary").textContent = cut(`${page.target}: total ${gib(map.total)}${parts && ` = ${parts}`}${budget}${host}${time}`, 600);
   }
 
   function show(i) {
@@ -47,7 +50,7 @@ function main(data) {
     entitle();
     marks.categoryOf = (item) => map.category[item];
     Object.assign(marks, { matches: null, category: null, pinned: undefined });
-    viewer.show(new Scene(map, page.budget));
+    viewer.show(new Scene(map, page.budget, byTime()));
     const words = [
       `${grouped(map.num)} buffers of device memory over ${grouped(map.program.length)} positions of the program,`,
       `${gib(map.total)} in all. The tab "At the peak" has those of the peak as a table.`,
@@ -57,9 +60,18 @@ function main(data) {
     pin(undefined);
     showLegend();
     showLoops();
+    showFindings();
     showHolders();
     showHost();
     showAbout();
+  }
+
+  const byTime = () => at("axis").value === "time";
+
+  function showFindings() {
+    const rows = findingRows(data.pages[state.shown]);
+    at("findings").hidden = !rows.length;
+    at("findings-list").replaceChildren(...rows);
   }
 
   function pin(item) {
@@ -80,7 +92,8 @@ function main(data) {
     const words = [
       `position ${grouped(position)}`,
       phase,
-      `${gib(viewer.scene.coveredAt(position))} in use`,
+      `${gib(map.inUse[position])} in use`,
+      map.nanoseconds[position] ? `${ms(map.nanoseconds[position] / 1e6)} predicted` : "",
       cut(map.program[position], 100),
       folds.length ? `folded here: ${folds.map((i) => loopText(map.loops[i])).join(", ")}, unfolds by a click above` : "",
     ];
@@ -94,6 +107,7 @@ function main(data) {
       viewer.redraw();
     };
     at("legend").replaceChildren(...legendRows(state.map, marks.category, choose));
+    at("lines").replaceChildren(...lineRows(state.map, data.pages[state.shown].budget));
   }
 
   function showLoops() {
@@ -130,8 +144,14 @@ function main(data) {
   }
 
   function showHolders() {
-    const num = state.map.holders.length;
-    holdersTable(at("holders"), state.map, state.rows, reach);
+    const { rows, order } = state;
+    const sort = (column) => {
+      state.order = { column, down: order.column === column ? !order.down : column === "GiB" || column === "bytes" };
+      showHolders();
+    };
+    const wanted = at("filter").value.trim().toLowerCase();
+    const num = holdersTable(at("holders"), state.map, { limit: rows, wanted, order, sort }, reach);
+    at("filtered").textContent = wanted ? `${grouped(num)} of ${grouped(state.map.holders.length)} rows` : "";
     at("more").hidden = num <= state.rows;
     at("more").textContent = `Show all ${grouped(num)}`;
   }
@@ -173,7 +193,7 @@ function main(data) {
     const sides = chosenSides();
     syncing = true;
     sides.forEach((side, i) => {
-      const scene = new Scene(maps[side], limits[side]);
+      const scene = new Scene(maps[side], limits[side], byTime());
       pair[i].marks.categoryOf = (item) => maps[side].category[item];
       pair[i].show(scene);
       pair[i].canvas.setAttribute(
@@ -222,7 +242,7 @@ function main(data) {
       at(tab.getAttribute("aria-controls")).hidden = !open;
     }
     at("tooltip").hidden = true;
-    at("png").disabled = name === "peak";
+    for (const id of ["png", "axis"]) at(id).disabled = name === "peak";
     at("choose").hidden = maps.length < 2 || name === "compare";
     if (name === "compare") compare();
     else entitle();
@@ -313,6 +333,18 @@ function main(data) {
     setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"),
   );
   at("png").addEventListener("click", saveShown);
+  at("trace").addEventListener("click", () =>
+    download(new Blob([JSON.stringify(traceOf(state.map, titled(data.pages[state.shown])))], { type: "application/json" }), "json"),
+  );
+  at("choose-axis").hidden = !maps.some((map) => map.stepMs);
+  at("axis").addEventListener("change", () => {
+    const { pinned } = marks;
+    viewer.show(new Scene(state.map, limits[state.shown], byTime()));
+    pin(pinned);
+    showLoops();
+    if (!at("compare").hidden) compare();
+  });
+  at("filter").addEventListener("input", showHolders);
   at("print").addEventListener("click", () => window.print());
   document.addEventListener("keydown", key);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");

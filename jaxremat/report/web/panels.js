@@ -21,7 +21,7 @@ function fillFacts(place, pairs, limit) {
 }
 
 const head = (columns) =>
-  node("tr", {}, ...columns.map(([text, number]) => node("th", { scope: "col", ...(number && { class: "number" }) }, text)));
+  node("tr", {}, ...columns.map(([text, kind]) => node("th", { scope: "col", ...(kind && { class: kind }) }, text)));
 const swatch = (category) =>
   category === "gaps"
     ? node("span", { class: "swatch gaps" })
@@ -46,6 +46,30 @@ function legendRows(map, chosen, choose) {
   });
   const total = [node("span", { class: "name" }, "total"), node("span", { class: "number" }, inGib(map.total))];
   return [...rows, node("li", { class: "sum" }, ...total)];
+}
+
+// What is drawn beside the buffers.
+function lineRows(map, budget) {
+  const drawn = { peak: map.program.length, total: 1, budget, use: map.program.length, folded: map.loops.length };
+  const words = { use: "bytes in use", folded: "buffers of folded loops" };
+  const shown = Object.keys(drawn).filter((name) => drawn[name]);
+  return shown.map((name) => node("li", {}, node("span", { class: `swatch mark ${name}` }), words[name] ?? name));
+}
+
+// What the lint found, each with its remedy; and what fits in place of a step that doesn't.
+function findingRows(page) {
+  const row = (title, bytes, ...parts) => {
+    const size = bytes ? [node("span", { class: "number" }, gib(bytes))] : [];
+    return node("details", {}, node("summary", {}, node("span", { class: "name" }, cut(title)), ...size), ...parts);
+  };
+  const paste = (text) => node("pre", {}, cut(text, 2000));
+  const step = (seconds) => (seconds === null ? [] : [node("p", {}, `step ${ms(1e3 * seconds)}`)]);
+  return [
+    ...page.fits_instead.map(([flags, bytes, seconds]) => row(`fits: ${flags}`, bytes, ...step(seconds), paste(flags))),
+    ...page.findings.map(([rule, evidence, remedy, bytes]) =>
+      row(rule, bytes, node("p", {}, cut(evidence, 2000)), paste(remedy)),
+    ),
+  ];
 }
 
 function loopRows(scene, toggle) {
@@ -81,7 +105,8 @@ function table(place, caption, heads, rows) {
 }
 
 // Who holds the peak, the buffers of equal layers in one row: `reach` shows them in the picture.
-function holdersTable(place, map, limit, reach) {
+// `order` is the column that the rows are sorted by and its direction; `sort` chooses another.
+function holdersTable(place, map, { limit, wanted, order, sort }, reach) {
   const savings = map.savings && new Map(map.savings.map(([item, ...values]) => [item, values]));
   const sum = (items, which) => {
     const known = items.filter((item) => savings.has(item)).map((item) => savings.get(item)[which]);
@@ -89,30 +114,50 @@ function holdersTable(place, map, limit, reach) {
   };
   const or = (value, text) => (value === null ? "–" : text(value));
   const columns = [
-    ["buffer", ({ items, label }) => link(map, items, label, reach)],
-    ["category", ({ items: [item] }) => node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)), "tight"],
-    ["GiB", ({ bytes }) => inGib(bytes), "number"],
-    ["bytes", ({ bytes }) => grouped(bytes), "number"],
-    ["shape", ({ items: [item] }) => cut(map.shapeOf(item), 60), "tight"],
-    ["life", ({ items }) => lifeOf(map, items), "number"],
-    ["loop", ({ items: [item] }) => (map.loopOf(item) ? loopText(map.loopOf(item)) : ""), "tight"],
-    ["saves, GiB", ({ items }) => or(sum(items, 0), inGib), "number"],
-    ["costs, ms", ({ items }) => or(sum(items, 1), (seconds) => number(1e3 * seconds, 3)), "number"],
-    ["source", ({ items: [item] }) => cut(map.sourceOf(item), 120)],
+    ["buffer", ({ items, label }) => link(map, items, label, reach), "", ({ label }) => label],
+    [
+      "category",
+      ({ items: [item] }) => node("span", {}, swatch(map.categoryOf(item)), map.categoryOf(item)),
+      "tight",
+      ({ items: [item] }) => map.categoryOf(item),
+    ],
+    ["GiB", ({ bytes }) => inGib(bytes), "number", ({ bytes }) => bytes],
+    ["bytes", ({ bytes }) => grouped(bytes), "number wide", ({ bytes }) => bytes],
+    ["module", ({ module }) => cut(module, 80), "wide", ({ module }) => module],
+    ["shape", ({ items: [item] }) => cut(map.shapeOf(item), 60), "tight wide", ({ items: [item] }) => map.shapeOf(item)],
+    ["life", ({ items }) => lifeOf(map, items), "number wide", ({ items: [item] }) => map.first[item]],
+    ["loop", ({ items: [item] }) => inLoop(map, item), "tight wide", ({ items: [item] }) => inLoop(map, item)],
+    ["saves, GiB", ({ items }) => or(sum(items, 0), inGib), "number", ({ items }) => sum(items, 0) ?? -1],
+    ["costs, ms", ({ items }) => or(sum(items, 1), (s) => number(1e3 * s, 3)), "number", ({ items }) => sum(items, 1) ?? -1],
+    ["source", ({ items: [item] }) => cut(map.sourceOf(item), 120), "wide", ({ items: [item] }) => map.sourceOf(item)],
   ].filter(([name]) => savings || !/^(saves|costs)/.test(name));
   const row = (holder) => columns.map(([, text, kind]) => node("td", kind ? { class: kind } : {}, text(holder)));
   const at = map.program.length ? ` (${cut(map.program[map.peak], 60)})` : "";
   const count = map.holders.reduce((all, { items }) => all + items.length, 0);
   const caption = [
-    `${grouped(count)} buffers hold the peak, position ${grouped(map.peak)}${at}, largest first.`,
+    `${grouped(count)} buffers hold the peak, position ${grouped(map.peak)}${at}, ${order.column} ${order.down ? "descending" : "ascending"}.`,
     count > map.holders.length ? "Those of equal layers are one row, with the shape of each." : "",
     "Each byte is counted once, and gaps not at all.",
     savings ? "Saves and costs: bytes that rematting the buffer frees at most, and the predicted time a step to compute it again." : "",
   ];
-  const heads = columns.map(([name, , kind]) => [name, kind === "number"]);
-  const rows = map.holders.slice(0, limit).map((holder) => node("tr", {}, ...row(holder)));
+  const heads = columns.map(([name, , kind]) => {
+    const isOrder = order.column === name;
+    const text = isOrder ? `${name} ${order.down ? "▼" : "▲"}` : name;
+    return [node("button", { type: "button", "aria-pressed": isOrder, onclick: () => sort(name) }, text), kind];
+  });
+  const has = (text) => text.toLowerCase().includes(wanted);
+  const found = map.holders.filter(
+    ({ items: [item], label, module }) => has(label) || has(module) || has(map.nameOf(item)) || has(map.categoryOf(item)),
+  );
+  const key = columns.find(([name]) => name === order.column)?.[3] ?? (({ bytes }) => bytes);
+  const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b) : a - b);
+  found.sort((a, b) => (order.down ? -1 : 1) * compare(key(a), key(b)));
+  const rows = found.slice(0, limit).map((holder) => node("tr", {}, ...row(holder)));
   table(place, caption.filter(Boolean).join(" "), heads, rows);
+  return found.length;
 }
+
+const inLoop = (map, item) => (map.loopOf(item) ? loopText(map.loopOf(item)) : "");
 
 const lifeOf = (map, items) =>
   `${grouped(Math.min(...items.map((i) => map.first[i])))}–${grouped(Math.max(...items.map((i) => map.last[i])))}`;
@@ -136,7 +181,7 @@ function hostTable(place, host) {
   table(
     place,
     "In pinned host memory, apart from the device's bytes",
-    [["buffer"], ["GiB", 1], ["bytes", 1], ["shape"]],
+    [["buffer"], ["GiB", "number"], ["bytes", "number"], ["shape"]],
     rows,
   );
 }
@@ -194,10 +239,12 @@ function savePng(canvases, titles, categories) {
     context.fillText(category, x + 15, 44);
     x += context.measureText(category).width + 29;
   }
-  picture.toBlob((blob) => {
-    const name = `${document.title.replace(/[^\w.-]+/g, "-").slice(0, 80)}.png`;
-    const made = node("a", { href: URL.createObjectURL(blob), download: name });
-    made.click();
-    setTimeout(() => URL.revokeObjectURL(made.href), 10_000);
-  }, "image/png");
+  picture.toBlob((blob) => download(blob, "png"), "image/png");
+}
+
+function download(blob, kind) {
+  const name = `${document.title.replace(/[^\w.-]+/g, "-").slice(0, 80)}.${kind}`;
+  const made = node("a", { href: URL.createObjectURL(blob), download: name });
+  made.click();
+  setTimeout(() => URL.revokeObjectURL(made.href), 10_000);
 }

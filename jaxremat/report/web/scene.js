@@ -1,12 +1,13 @@
 // A map as a picture: where each buffer lies for a given fold of the loops and a given view, drawing it, and what is at a point.
 
 const MARGIN = { left: 62, right: 20, top: 44, bottom: 38 };
+const STRIP = { height: 64, least: 340 }; // below the plot: the bytes in use, on canvases of at least so many pixels
+const LARGE = 0.04; // of the total: what is as large at the peak has a label, however short it lives
 const FOLDED_SHARE = 0.05; // of the program's width, for a folded loop
 
 class Scene {
-  constructor(map, budget) {
-    this.map = map;
-    this.budget = budget;
+  constructor(map, budget, byTime = false) {
+    Object.assign(this, { map, budget, byTime: byTime && map.stepMs > 0 });
     this.order = Uint32Array.from(map.first.keys()).sort(
       (a, b) => map.first[a] - map.first[b] || map.bytes[b] - map.bytes[a],
     );
@@ -29,8 +30,8 @@ class Scene {
     this.outermost = [...map.loops.keys()].filter(
       (i) => this.folded[i] && !this.ancestors(map.loops[i]).some((a) => this.folded[a]),
     );
-    const widths = new Float64Array(num).fill(1);
-    for (const i of this.outermost) {
+    const widths = this.byTime ? Float64Array.from(map.nanoseconds) : new Float64Array(num).fill(1);
+    for (const i of this.byTime ? [] : this.outermost) {
       const { first, last } = map.loops[i];
       widths.fill(Math.min(1, Math.max(2, FOLDED_SHARE * num) / (last - first + 1)), first, last + 1);
     }
@@ -83,11 +84,15 @@ class Scene {
     this.layOut();
   }
 
-  // The whole program over all bytes, with the budget if it isn't far above.
-  whole() {
+  // The total, or the budget if it is above and not far above.
+  most() {
     const { total } = this.map;
-    const shown = this.budget && this.budget < 1.6 * total ? Math.max(total, this.budget) : total;
-    return { left: 0, right: 1, low: 0, high: 1.04 * shown || 1 };
+    return this.budget && this.budget < 1.6 * total ? Math.max(total, this.budget) : total;
+  }
+
+  // The whole program over all bytes.
+  whole() {
+    return { left: 0, right: 1, low: 0, high: 1.04 * this.most() || 1 };
   }
 
   positionAt(share) {
@@ -135,20 +140,6 @@ class Scene {
     return { item, position, bytes };
   }
 
-  // Bytes of the whole axis that live buffers cover at a position.
-  coveredAt(position) {
-    const { map } = this;
-    const live = [];
-    for (let b = 0; b < map.num; b++) if (map.first[b] <= position && position <= map.last[b]) live.push(b);
-    live.sort((a, b) => map.low[a] - map.low[b]);
-    let [covered, end] = [0, 0];
-    for (const b of live) {
-      covered += Math.max(0, map.low[b] + map.bytes[b] - Math.max(end, map.low[b]));
-      end = Math.max(end, map.low[b] + map.bytes[b]);
-    }
-    return covered;
-  }
-
   handles(view, plot) {
     const { x } = this.frame(view, plot);
     const shown = (i) => !this.ancestors(this.map.loops[i]).some((a) => this.folded[a]);
@@ -179,6 +170,7 @@ class Scene {
     this.drawLines(ctx, plot, frame, theme);
     ctx.restore();
     this.drawBands(ctx, view, plot, frame, theme);
+    if (plot.strip) this.drawUse(ctx, plot, frame, theme);
   }
 
   drawGrid(ctx, view, plot, { x, y }, theme) {
@@ -197,19 +189,63 @@ class Scene {
     ctx.textAlign = "left";
     ctx.fillText("GiB", 6, plot.y - 10);
     ctx.textAlign = "center";
+    if (this.byTime) this.drawTimes(ctx, view, plot, theme);
+    else this.drawPositions(ctx, view, plot, x, theme);
+  }
+
+  drawTimes(ctx, view, plot, theme) {
+    const { stepMs } = this.map;
+    const perMs = plot.width / (view.right - view.left) / stepMs;
+    const step = niceStep(70 / perMs);
+    const digits = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
+    for (let tick = Math.ceil((view.left * stepMs) / step) * step; tick <= view.right * stepMs * (1 + 1e-9); tick += step)
+      mark(ctx, plot, plot.x + (tick - view.left * stepMs) * perMs, tick.toFixed(digits), theme);
+    under(ctx, plot, "predicted time, ms; a loop has the time of all its iterations", theme);
+  }
+
+  drawPositions(ctx, view, plot, x, theme) {
     const [from, to] = [this.positionAt(view.left), this.positionAt(Math.min(view.right, 1 - 1e-12))];
     const every = Math.max(1, niceStep(((to - from + 1) / plot.width) * 60));
     let free = -Infinity;
     for (let p = Math.ceil(from / every) * every; p <= to; p += every) {
       const at = (x(p) + x(p + 1)) / 2;
       if (at < plot.x || at > plot.x + plot.width || at < free) continue;
-      ctx.fillStyle = theme.ink;
-      ctx.fillRect(at - 0.5, plot.y + plot.height, 1, 4);
-      ctx.fillText(grouped(p), at, plot.y + plot.height + 12);
+      mark(ctx, plot, at, grouped(p), theme);
       free = at + 44;
     }
+    under(ctx, plot, "position in the program, in XLA's order", theme);
+  }
+
+  // The bytes in use at each position, below the plot.
+  drawUse(ctx, plot, { x }, theme) {
+    const { map, budget } = this;
+    const [top, height] = [plot.strip, STRIP.height - 22];
+    const high = this.most() || 1;
+    const y = (bytes) => top + height * (1 - bytes / high);
+    ctx.fillStyle = theme.plot;
+    ctx.fillRect(plot.x, top, plot.width, height);
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(plot.x, top - 1, plot.width, height + 2);
+    ctx.clip();
+    ctx.fillStyle = theme.use;
+    const most = new Float64Array(Math.ceil(plot.width)); // of each column of pixels
+    for (let p = 0; p < map.program.length; p++) {
+      const [left, right] = [Math.floor(x(p) - plot.x), Math.ceil(x(p + 1) - plot.x)]; // a spike has a pixel at least
+      for (let at = Math.max(left, 0); at < Math.min(right, most.length); at++) most[at] = Math.max(most[at], map.inUse[p]);
+    }
+    most.forEach((bytes, at) => ctx.fillRect(plot.x + at, y(bytes), 1, top + height - y(bytes)));
+    const at = Math.round((x(map.peak) + x(map.peak + 1)) / 2) + 0.5;
+    if (map.program.length) line(ctx, theme.peak, [2, 5], at, top, at, top + height);
+    if (budget) line(ctx, theme.budget, [7, 4], plot.x, y(budget) + 0.75, plot.x + plot.width, y(budget) + 0.75);
+    ctx.restore();
+    ctx.textAlign = "right";
+    ctx.fillStyle = theme.ink;
+    ctx.fillText((high / 2 ** 30).toPrecision(3), plot.x - 7, top + 5);
+    ctx.fillText("0", plot.x - 7, top + height - 4);
+    ctx.textAlign = "left";
     ctx.fillStyle = theme.soft;
-    ctx.fillText("position in the program, in XLA's order", plot.x + plot.width / 2, plot.y + plot.height + 28);
+    ctx.fillText("in use", 6, top + height / 2);
   }
 
   drawBlocks(ctx, view, plot, { x, y }, theme, marks) {
@@ -243,14 +279,29 @@ class Scene {
     for (const [first, last, low, high] of this.dotted)
       ctx.fillRect(x(first), y(high), x(last + 1) - x(first), y(low) - y(high));
     ctx.textAlign = "left";
+    const named = new Set();
     for (const b of labels.slice(0, 400)) {
       const left = Math.max(x(map.first[b]), plot.x) + 5;
       const room = Math.min(x(map.last[b] + 1), right) - left - 5;
       const [top, low] = [Math.max(y(map.low[b] + map.bytes[b]), plot.y), Math.min(y(map.low[b]), bottom)];
       if (room < 30 || low - top < 12) continue;
-      const text = shorten(ctx, b < map.num ? map.labelOf(b) || map.nameOf(b) : "gap", room);
+      const name = b < map.num ? labelled(map, b) : "gap";
+      const sized = `${name}  ${gib(map.bytes[b])}`;
+      const text = ctx.measureText(sized).width < room ? sized : shorten(ctx, name, room);
+      if (room > Math.min(ctx.measureText(name).width, 90)) named.add(b);
       ctx.fillStyle = theme.onFills[map.category[b]];
       ctx.fillText(text, left, (top + low) / 2);
+    }
+    for (const { items, label } of map.holders) {
+      const [b] = items;
+      if (map.bytes[b] < LARGE * map.total) break; // the largest come first
+      const middle = (y(map.low[b]) + y(map.low[b] + map.bytes[b])) / 2;
+      if (named.has(b) || this.hiddenBy[b] >= 0 || marks.dims(b)) continue;
+      if (middle < plot.y || middle > bottom || x(map.last[b] + 1) < plot.x || x(map.first[b]) > right) continue;
+      const text = shorten(ctx, `${label}  ${gib(map.bytes[b])}`, 0.45 * plot.width);
+      const half = ctx.measureText(text).width / 2 + 9;
+      const isLeft = x(map.last[b] + 1) + 2 * half > right;
+      tag(ctx, theme, theme.ink, text, isLeft ? x(map.first[b]) - half : x(map.last[b] + 1) + half, middle, plot);
     }
     for (const [b, colour] of marks.outlined()) {
       if (b === undefined || this.hiddenBy[b] >= 0) continue;
@@ -288,13 +339,15 @@ class Scene {
     const { map } = this;
     const right = plot.x + plot.width;
     ctx.textAlign = "center";
-    map.phases.forEach(([phase, first, last]) => {
+    map.phases.forEach(([phase, first, last, took]) => {
       const [from, to] = [Math.max(x(first), plot.x), Math.min(x(last + 1), right)];
       if (to <= from) return;
       ctx.fillStyle = theme.phases[phase];
       ctx.fillRect(from, 2, to - from - 1, 16);
       ctx.fillStyle = theme.ink;
-      if (to - from > 30) ctx.fillText(shorten(ctx, phase, to - from - 6), (from + to) / 2, 10.5);
+      const text = took ? `${phase}  ${ms(took)}` : phase;
+      const shown = ctx.measureText(text).width < to - from - 6 ? text : shorten(ctx, phase, to - from - 6);
+      if (to - from > 30) ctx.fillText(shown, (from + to) / 2, 10.5);
     });
     for (const handle of this.handles(view, plot)) {
       const folded = this.folded[handle.loop];
@@ -329,12 +382,27 @@ class Scene {
   }
 }
 
-const plotArea = ({ width, height }) => ({
-  x: MARGIN.left,
-  y: MARGIN.top,
-  width: Math.max(10, width - MARGIN.left - MARGIN.right),
-  height: Math.max(10, height - MARGIN.top - MARGIN.bottom),
-});
+const plotArea = ({ width, height }) => {
+  const strip = height >= STRIP.least ? STRIP.height : 0;
+  return {
+    x: MARGIN.left,
+    y: MARGIN.top,
+    width: Math.max(10, width - MARGIN.left - MARGIN.right),
+    height: Math.max(10, height - MARGIN.top - MARGIN.bottom - strip),
+    strip: strip && height - strip + 10,
+  };
+};
+
+function mark(ctx, plot, at, text, theme) {
+  ctx.fillStyle = theme.ink;
+  ctx.fillRect(at - 0.5, plot.y + plot.height, 1, 4);
+  ctx.fillText(text, at, plot.y + plot.height + 12);
+}
+
+function under(ctx, plot, text, theme) {
+  ctx.fillStyle = theme.soft;
+  ctx.fillText(shorten(ctx, text, plot.width), plot.x + plot.width / 2, plot.y + plot.height + 28);
+}
 
 // The next of 1, 2, 5, 10, 20, ... not below `least`.
 function niceStep(least) {

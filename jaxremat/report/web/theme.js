@@ -12,7 +12,7 @@ function themeNow() {
   themeRead = {
     font: `11.5px ${style.fontFamily}`,
     ...Object.fromEntries(
-      ["paper", "plot", "grid", "ink", "soft", "peak", "budget", "band", "accent"].map((name) => [name, colour(name)]),
+      ["paper", "plot", "grid", "ink", "soft", "peak", "budget", "band", "accent", "use"].map((name) => [name, colour(name)]),
     ),
     phases: Object.fromEntries(["forward", "backward", "update"].map((name) => [name, colour(`phase-${name}`)])),
     fills,

@@ -9,11 +9,13 @@ class Viewer {
     Object.assign(this, { canvas, tooltip, marks, events, scene: null, hover: undefined, scheduled: false });
     canvas.addEventListener("pointermove", (event) => this.moved(event));
     canvas.addEventListener("pointerleave", () => (this.hovered(undefined), this.events.at(undefined, this)));
-    canvas.addEventListener(
-      "pointerdown",
-      (event) => (this.drag = { x: event.offsetX, y: event.offsetY, view: this.view, far: false }),
-    );
-    window.addEventListener("pointerup", () => setTimeout(() => (this.drag = null)));
+    this.fingers = new Map();
+    canvas.addEventListener("pointerdown", (event) => this.pressed(event));
+    for (const end of ["pointerup", "pointercancel"])
+      window.addEventListener(end, (event) => {
+        this.fingers.delete(event.pointerId);
+        setTimeout(() => this.fingers.size || (this.drag = null));
+      });
     canvas.addEventListener("click", (event) => this.clicked(event));
     canvas.addEventListener("dblclick", (event) => this.zoom(event.shiftKey ? 1 / 4 : 4, event.offsetX, event.offsetY));
     canvas.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
@@ -56,7 +58,7 @@ class Viewer {
     this.scene.draw(context, this.view, size, themeNow(), this.marks.with(this.hover));
     const { left, right, low, high } = this.view;
     this.canvas.dataset.view = JSON.stringify([left, right, low, high]); // for scripts, and for those who test this page
-    this.canvas.dataset.plot = JSON.stringify(Object.values(this.plot()));
+    this.canvas.dataset.plot = JSON.stringify(Object.values(this.plot()).slice(0, 4));
   }
 
   setView(view, cause = "view") {
@@ -137,8 +139,8 @@ class Viewer {
   hovered(item, px = 0, py = 0) {
     if (item !== this.hover) this.redraw();
     this.hover = item;
-    this.tooltip.hidden = item === undefined;
-    if (item === undefined) return;
+    this.tooltip.hidden = item === undefined || item === this.marks.pinned; // the pinned one has its panel
+    if (this.tooltip.hidden) return;
     const { map } = this.scene;
     fillFacts(this.tooltip, facts(map, item), 160);
     const box = this.canvas.getBoundingClientRect();
@@ -148,8 +150,29 @@ class Viewer {
     this.tooltip.style.top = `${Math.max(4, Math.min(top, window.innerHeight - height - 8))}px`;
   }
 
+  pressed(event) {
+    this.fingers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+    this.drag = { x: event.offsetX, y: event.offsetY, view: this.view, far: this.fingers.size > 1, apart: this.apart() };
+  }
+
+  // The pixels between two fingers; 0 with fewer or more.
+  apart() {
+    const [one, other] = this.fingers.size === 2 ? [...this.fingers.values()] : [];
+    return one ? Math.hypot(one.x - other.x, one.y - other.y) : 0;
+  }
+
+  pinched(event) {
+    this.fingers.set(event.pointerId, { x: event.offsetX, y: event.offsetY });
+    const [one, other] = [...this.fingers.values()];
+    const apart = this.apart();
+    if (!this.drag?.apart || !apart) return;
+    this.zoom(apart / this.drag.apart, (one.x + other.x) / 2, (one.y + other.y) / 2);
+    this.drag.apart = apart;
+  }
+
   moved(event) {
     if (!this.scene) return;
+    if (this.fingers.size > 1) return this.pinched(event);
     const { drag } = this;
     if (drag && event.buttons) {
       const plot = this.plot();
@@ -161,7 +184,7 @@ class Viewer {
     }
     const found = this.scene.at(this.view, this.plot(), event.offsetX, event.offsetY);
     this.canvas.style.cursor = [found.loop, found.item, found.section].some((one) => one !== undefined) ? "pointer" : "grab";
-    this.hovered(found.item, event.offsetX, event.offsetY);
+    if (event.pointerType !== "touch") this.hovered(found.item, event.offsetX, event.offsetY);
     this.events.at(found.position, this);
   }
 
@@ -171,6 +194,7 @@ class Viewer {
     if (found.loop !== undefined) this.toggle(found.loop);
     else if (found.section) this.showSection(found.section);
     else this.events.pin(found.item, this);
+    this.tooltip.hidden = true;
   }
 
   wheeled(event) {
