@@ -155,7 +155,7 @@ class LayerKinds:
     def _frozen(self, group: _Group) -> frozenset[int]:
         """The numbers of the arguments of a kind's function that are frozen.
 
-        They are frozen in each layer that the function stands for.
+        They are frozen in each layer that the function stands for. None is, where some layers read one value in place of two.
         """
         level, stack, places = group.level, group.stack, [*group.variants][:1]
         if stack.in_scan:
@@ -166,7 +166,8 @@ class LayerKinds:
             same = level.facts.exact(stack.layers[places[0]])
             places = [i for i in group.places if level.facts.exact(stack.layers[i]) == same]
             inputs, frozen = [self.layer(level, stack, i).piece.inputs for i in places], group.frozen
-        return frozenset(n for n, numbers in enumerate(zip(*inputs, strict=True)) if frozen >= {*numbers})
+        is_alike = len({*map(len, inputs)}) == 1
+        return frozenset(n for n, numbers in enumerate(zip(*inputs, strict=is_alike)) if is_alike and frozen >= {*numbers})
 
 
 def layer_kinds(level: Level, frozen: Set[int] = frozenset()) -> LayerKinds:

@@ -53,7 +53,7 @@ def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
 
 
 def recomputed_flops(compilation: Compilation, counted: SavedAndRecomputed) -> int:
-    """FLOPs that a device executes again: the recomputed operations, and what XLA's own rematerialization pass copied.
+    """FLOPs that a device executes again: of recomputed operations and of XLA's own copies.
 
     Under `none` the step would execute so many less. Both counts are of one program. What XLA leaves out of it or rewrites is in
     neither: gradients that nobody reads, such as those of frozen parameters, and the padding of a convolution.
