@@ -18,6 +18,7 @@ from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
 from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
+from jaxremat.search.batch import spaced
 from jaxremat.search.compiles import Compile, Compiles
 from tests.planner_formula import LAYERS, Xla, layer_at
 from tests.small_problems import solve_by_trying_all
@@ -182,6 +183,20 @@ def test_a_step_of_another_row_may_be_the_answer():
         found = find_plan(steps, losses=("full",), batch=8)
         assert isinstance(found, Plan)
         assert (found.policy == Names(("a",))) == is_answer
+
+
+def test_a_step_of_another_row_is_known_at_any_batch():
+    """Of very many batches the plan looks at some. 12,346 isn't among them."""
+    batches, batch = range(1, 10**6), 12_346
+    assert batch not in spaced(batches)
+
+    def compiled(policy: Policy, loss: str, size: int) -> Cost:
+        return replace(Xla()(policy, loss, size), total_bytes=size, step_s=1e-9 if size == batch else 1.0 + size)
+
+    steps = Steps(layer_at, compiled, LAYERS, 10**6, known=((Names(("a",)), "full", batch),))
+    found = find_plan(steps, losses=("full",), batch=None, batches=batches)
+    assert isinstance(found, Plan)
+    assert (found.policy, found.batch) == (Names(("a",)), batch)
 
 
 @pytest.mark.parametrize(("budget", "policies"), [(10**6, [NOTHING, Rule("none")]), (9_000, None)])

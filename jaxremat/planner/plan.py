@@ -149,7 +149,8 @@ def find_plans(
         if objective == "batch":
             _largest(first, batches, named=named)
         elif batch is None:
-            first.batches = possible(steps, fixed_bytes, batches)
+            known = {batch for layout in layouts for _, _, batch in layout.known if batch in batches}
+            first.batches = sorted(known.union(possible(steps, fixed_bytes, batches)))
         for search in searches:
             search.batches = first.batches
         if objective == "time" or first.best():
