@@ -34,8 +34,8 @@ def test_a_page_is_shown_inline_and_filed(tmp_path):
 def test_a_cell_has_its_number(monkeypatch, tmp_path):
     compiled = {f"{tmp_path}/17.py": ("Cell", "In[3]")}
     shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=compiled.get))
+    monkeypatch.setattr("ipykernel.compiler.get_tmp_directory", lambda: str(tmp_path))  # imports the real IPython
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setattr("ipykernel.compiler.get_tmp_directory", lambda: str(tmp_path))
     assert shown_file("/tmp/ipykernel_9/17.py") == "In[3]"
     assert shown_file("/tmp/ipykernel_9/18.py") == "a cell of another notebook"
     assert shown_file("/home/me/train.py") == "/home/me/train.py"
