@@ -41,8 +41,8 @@ ANY_JAX = set(
     test_outputs test_auto test_buckets test_processes test_step test_experts test_calibration test_host_slices test_unrolled
     test_shared_budget test_interrupt test_plan_arguments test_train_page test_load_models test_signals test_screen
     test_named_files test_values test_faults test_pages test_docs test_claims test_lengths test_lint_mesh
-    test_base test_mix test_expert_axis test_train test_given_model test_workload test_model test_samples test_user_code
-    test_session test_published test_pytest_plugin
+    test_recomputed_flops test_mix test_expert_axis test_train test_given_model test_workload test_model test_samples
+    test_session test_published test_pytest_plugin test_user_code
     """.split()  # noqa: SIM905
 )
 
