@@ -351,7 +351,8 @@ def _recomputed_together(facts: LintInput) -> Iterator[Finding]:
                 f"{body.num_checkpoints} checkpoints at {short_source(body.source) or 'an unknown line'} are in one body with "
                 f"prevent_cse=False, and nothing makes one wait for another: values of several are there at once, "
                 f"{gib(num_bytes)} more than those of one, such as {count} x {buffer.shape} at {line_of(buffer)}",
-                "jax.checkpoint(layer) without prevent_cse=False, or a scan of their own for the layers of the body",
+                "a scan of their own for the layers of the body, or jax.checkpoint(layer) without prevent_cse=False with a "
+                "jax before 0.12, whose XLA postpones the gradients of weights",
                 num_bytes,
                 body.source,
             )
