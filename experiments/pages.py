@@ -50,11 +50,12 @@ PRINTED = RESULTS / "printed"
 #: By page and by a text of the block or its command, why the block isn't the output of a command that is run here.
 NOT_RUN = {
     ("built", "flags -> request -> session"): "a drawing, and no output",
-    ("several_gpus", "--process-id 1"): "two processes, started at once in two terminals",
+    ("processes", "--process-id 1"): "two processes, started at once in two terminals",
     ("recommend", "jaxremat recommend"): "hundreds of compiles",
     ("finetune", "jaxremat recommend"): "minutes of compiles",
-    ("code", "test_memory.py::test_step"): "a test of one's own; tests/test_pytest_plugin.py has one like it",
+    ("ci", "test_memory.py::test_step"): "a test of one's own; tests/test_pytest_plugin.py has one like it",
     ("maxtext", "--maxtext"): "MaxText isn't in the environment of the pages",
+    ("beside", "--maxtext"): "MaxText isn't in the environment of the pages",
 }
 #: What isn't the same when a command runs another time: the group of each pattern, with the reason. It isn't compared.
 VARIES = {

@@ -1,13 +1,17 @@
 """README and the pages under docs/: short enough, with links that lead somewhere, and true to what there is."""
 
 import ast
+import importlib
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import jaxremat
+from jaxremat.cli.command import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"
@@ -44,9 +48,68 @@ def test_relative_links_lead_to_files_and_headings(page):
 
 
 def test_readme_is_short_and_leads_to_every_page():
-    assert len(README.read_text().splitlines()) <= 140
+    assert len(README.read_text().splitlines()) <= 130
     found = {link.removeprefix("docs/") for link in links(README)}
     assert {page.name for page in PAGES} - {"README.md", "index.md"} <= found
+
+
+#: The pages of each kind, as the site's sidebar has them.
+KINDS = {
+    kind: [DOCS / f"{name}.md" for name in names.split()]
+    for kind, names in re.findall(r":caption: (\S+)\n:hidden:\n\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+}
+
+
+def test_pages_are_of_four_kinds_which_readme_has_too():
+    assert list(KINDS) == ["Tutorial", "How-to", "Reference", "Explanation"]
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (\[.*) \|$", README.read_text(), re.MULTILINE))
+    for kind, pages in KINDS.items():
+        assert {page.name for page in pages} - {"built.md", "one_run.md"} == set(re.findall(r"docs/(\w+\.md)", rows[kind]))
+
+
+@pytest.mark.parametrize("page", KINDS["Tutorial"] + KINDS["How-to"], ids=lambda page: page.stem)
+def test_what_is_read_while_working_is_short(page):
+    assert len(page.read_text().splitlines()) <= 150
+
+
+#: By command, the function that does what its checked flags say.
+DOES = {"run": "show_list_or_answers", "explain": "show_memory", "doctor": "_doctor", "watch": "_watch", "diff": "compare"}
+#: Files that the reader of a page has by then.
+OF_THE_READER = {
+    "Qwen3-8B",
+    "config.json",
+    "mine.py:workload",
+    "train.py:workload",
+    "plan:plan.json",
+    "plan:runs/auto/plan.json",
+}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `jaxremat` in a page's blocks for a shell. README's are in its sentences, too."""
+    text = page.read_text()
+    typed = re.findall(r"^ *```bash\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    if page == README:
+        typed += re.findall(r"`(\.venv/bin/python -m jaxremat [^`]+)`", text)
+        typed += [f"jaxremat {flags}" for flags in re.findall(r"^\* `(--(?!maxtext)[^`]+)`", text, re.MULTILINE)]
+    for line in re.split(r" && |\n", "\n".join(typed).replace("\\\n", " ")):
+        words = shlex.split(line, comments=True)
+        [*_, at] = [-1, *(n for n, word in enumerate(words) if re.fullmatch(r"jaxremat(\.run)?", word))]
+        if at == 0 or (at > 0 and words[at - 1] == "-m"):
+            yield words[at + 1 :] if words[at] == "jaxremat" else ["run", *words[at + 1 :]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if [*commands(page)]], ids=lambda page: page.name)
+def test_commands_can_be_typed(page, monkeypatch, capsys):
+    """In a clone: their flags are known, have values that are allowed, and go together."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("jaxremat.cli.command.set_up_process", lambda flags: None)
+    for typed in commands(page):
+        name, *argv = typed if typed and typed[0] in COMMANDS else ["run", *typed]
+        command = importlib.import_module(f"jaxremat.cli.{name}")
+        monkeypatch.setattr(command, DOES.get(name, name), lambda *_: 0)
+        names_a_file = page != README and OF_THE_READER.intersection(argv)
+        assert command.main(argv) == 0 or names_a_file, capsys.readouterr().err
 
 
 def test_readme_shows_the_first_example_as_it_is():
