@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -275,6 +276,8 @@ def test_lists_of_a_workload(capsys, train):
     rows = rows_of("names", "--batch", "2")
     tanh = {row["name"]: row for row in rows}["tanh"]
     assert (tanh["shape"], tanh["total_bytes"]) == ([2, 16], tanh["num_values"] * tanh["layer_bytes"])
+    file, _, line = tanh["made_at"].rpartition(":")
+    assert "tanh" in Path(file).read_text().splitlines()[int(line) - 1]
     assert {row["optimizer"]: row["bytes_per_param"] for row in rows_of("optimizers")}["lion"] == pytest.approx(4, rel=1e-2)
 
 

@@ -12,7 +12,7 @@ import difflib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ class NamedValue:
         num_bytes: of the value, in one layer.
         opaque: whether the value is the result of an operation of `OPAQUE`: a loop, a branch, an inner checkpoint, a custom
             derivative or the like. `autoname` writes no names inside these.
+        made_at: `file:line` in the user's code of the operation that made the value. Empty where JAX has no traceback.
     """
 
     name: str
@@ -65,6 +66,7 @@ class NamedValue:
     dtype: str
     num_bytes: int
     opaque: bool = False
+    made_at: str = field(default="", compare=False)
 
 
 def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
@@ -83,15 +85,16 @@ def jaxpr_names(jaxpr: Any) -> list[NamedValue]:
 
 
 def _walk(jaxpr: Any) -> Iterator[NamedValue]:
-    opaque: set[Any] = set()
+    made: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
+        maker = equation
         if name := written_name(equation):
             (tagged,), (source,) = equation.outvars, equation.invars
-            aval, from_opaque = tagged.aval, not isinstance(source, core.Literal) and source in opaque
-            opaque.update(equation.outvars if from_opaque else ())
-            yield NamedValue(name, aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque)
-        elif equation.primitive.name in OPAQUE:
-            opaque.update(equation.outvars)
+            maker = None if isinstance(source, core.Literal) else made.get(source)
+            aval, from_opaque = tagged.aval, maker is not None and maker.primitive.name in OPAQUE
+            made_at = users_line(maker) if maker else ""
+            yield NamedValue(name, aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque, made_at)
+        made.update(dict.fromkeys(equation.outvars, maker))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _walk(inner)
 

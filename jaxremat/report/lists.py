@@ -6,6 +6,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -32,6 +33,7 @@ class Listing:
         titles: the titles of the table's columns, where they aren't the names.
         shows: makes a cell's text from a value, where it isn't `str`.
         left: the number of first columns with text. Text is aligned left, numbers right.
+        last: the number of last columns with text.
     """
 
     record: str
@@ -40,12 +42,13 @@ class Listing:
     titles: Mapping[str, str] = field(default_factory=dict)
     shows: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
     left: int = 1
+    last: int = 0
 
     def table(self) -> Table:
         """The table for a person."""
         titles = [self.titles.get(name, name) for name in next(iter(self.rows), {})]
         rows = [["" if v is None else self.shows.get(k, str)(v) for k, v in row.items()] for row in self.rows]
-        return list_table(self.title, titles, rows, self.left)
+        return list_table(self.title, titles, rows, self.left, self.last)
 
     def lines(self) -> Iterator[str]:
         """The lines for a program: one JSON object per row."""
@@ -151,7 +154,7 @@ def shardings(title: str, params: "Sequence[ParamSharding]") -> Listing:
 def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Listing:
     """The checkpoint names of the layers' values, with the bytes of each.
 
-    The bytes are those in one layer and in all layers that have the value.
+    The bytes are those in one layer and in all layers that have the value. The last column is the line that made the value.
 
     Args:
         title: the table's title.
@@ -166,9 +169,10 @@ def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Lis
             "layer_bytes": value.num_bytes // parts,
             "num_values": count,
             "total_bytes": value.num_bytes // parts * count,
+            "made_at": value.made_at,
         }
         for value, count in values.items()
     ]
-    titles = {"layer_bytes": "MiB each", "num_values": "values", "total_bytes": "in all"}
+    titles = {"layer_bytes": "MiB each", "num_values": "values", "total_bytes": "in all", "made_at": "made at"}
     shows = {"shape": lambda shape: "x".join(map(str, shape)), "layer_bytes": _mib(2), "total_bytes": gib}
-    return Listing("name", title, rows, titles, shows)
+    return Listing("name", title, rows, titles, shows | {"made_at": lambda source: Path(source).name}, last=1)
