@@ -155,7 +155,10 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
 
 
 def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
-    """The plan in the framework of a user's own model, whose layers are all alike where their policies differ."""
+    """The plan in the framework of a user's own model.
+
+    There are no lines where the layers are of several kinds and their policies differ.
+    """
     workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
     several = found.policy.recomputes_groups or len(found.policy.layer_policies) > 1
     if found.loss != OWN_LOSS or not workload.loss or (several and others):

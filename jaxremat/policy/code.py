@@ -1,4 +1,4 @@
-"""A policy as code to paste into a model: with JAX alone, Flax Linen, Flax NNX or Equinox, or as lines of MaxText's config.
+"""A policy as code to paste: of JAX, Flax Linen, Flax NNX, Equinox, or MaxText's config.
 
     as_code("save:hidden", "linen")    Block = nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
 
@@ -94,7 +94,7 @@ def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
 
 
 def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
-    """The lines of `as_code` for a loss as its author wrote it, in the framework that it is written with.
+    """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
     traces, or else `jax`. There are no lines where the
