@@ -71,17 +71,32 @@ def test_only_params_are_trained():
 
 def test_a_whole_step_returns_its_objects():
     """JAX removes what isn't returned, and the update of the weights would be gone."""
-    model = Net()
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-    def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
-        value, grads = nnx.value_and_grad(loss)(model, x)
-        optimizer.update(model, grads)
-        return value
-
-    made = jaxremat.Workload(step=step, args=(model, optimizer, X))
+    made = jaxremat.Workload(step=update, args=(*model_and_optimizer(), X))
     _, (after, _) = jax.eval_shape(make_step(made, TrainConfig(), parse("none")), *made.abstract_args)
     assert nnx.state(after) == nnx.state(nnx.eval_shape(Net))
+
+
+def model_and_optimizer() -> tuple[Any, Any]:
+    """As shapes."""
+    return nnx.eval_shape(lambda: (model := Net(), nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
+
+
+def update(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+    value, grads = nnx.value_and_grad(loss)(model, x)
+    optimizer.update(model, grads)
+    return value
+
+
+@pytest.mark.full
+@pytest.mark.any_jax
+def test_a_step_under_nnx_jit_is_compiled_as_it_is():
+    """With its own donation, and with the objects that it updates. `nnx.jit` traces to an object around JAX's own."""
+    made = jaxremat.Workload(step=nnx.jit(update, donate_argnums=(0, 1)), args=(*model_and_optimizer(), X))
+    step: Any = make_step(made, TrainConfig(), parse("none"))
+    given = jax.tree.leaves(step.trace(*made.abstract_args).traced.args_info)
+    assert [leaf.donated for leaf in given] == [True] * (len(given) - 1) + [False]
+    memory = jaxremat.lower_and_compile(step, made.abstract_args, "cpu").memory
+    assert memory.output_bytes > sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(Net(), nnx.Param)))
 
 
 @pytest.mark.parametrize(

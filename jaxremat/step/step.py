@@ -103,7 +103,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     changes of the model's other variables is in the new state, and each microbatch begins with those of the one before. Frozen
     parameters (`Workload.trainable`) have no gradients and stay as they are.
 
-    A workload that is a step is returned as it is. NNX objects among its arguments are results too, as for `nnx.jit`.
+    A workload that is a step is returned as it is. NNX objects among its arguments are results too, as `nnx.jit` makes them.
 
     Raises:
         UsageError: the workload is a step, and a policy or microbatches are requested.
@@ -113,7 +113,7 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         step = workload.step
         if _is_jitted(step) and workload.donate_argnums != ():  # which the workload says of it, and not jax.jit
             step = _plain(step)
-        return with_objects(step) if has_objects(workload.args) else step
+        return with_objects(step) if has_objects(workload.args) and not _is_jitted(step) else step
     loss, optimizer = workload.loss_with(policy), optimizer_of(workload, train)
 
     def value_and_grad(params: Any, batch: Any, *key: jax.Array) -> tuple[tuple[jax.Array, Any, Any], Any]:

@@ -205,6 +205,7 @@ def lower_and_compile(
             compiled_without_pass(),
         ):
             traced = jitted.trace(*structs)
+            traced = getattr(traced, "traced", traced)  # that of nnx.jit has JAX's own
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
             as_written, elsewhere = traced.jaxpr, constraints_elsewhere(traced.jaxpr, target)
             if elsewhere:
