@@ -207,4 +207,4 @@ def test_examples_of_the_docs_run(example, tmp_path, h100):
 
 
 def test_readme_and_docs_have_examples():
-    assert {name.partition("-")[0] for name in EXAMPLES.values()} >= {"README", "code", "memory"}
+    assert {name.partition("-")[0] for name in EXAMPLES.values()} >= {"README", "code", "lint"}
