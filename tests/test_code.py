@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
 from jaxremat.errors import UsageError
-from jaxremat.policy.code import as_code
+from jaxremat.policy.code import as_code, code_for
+from jaxremat.policy.grammar import parse
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.saved import saved_values
 
@@ -177,9 +178,28 @@ def test_offloading_is_jax_s_own_policy():
         assert f'"{name}"' in code
 
 
+def test_policies_as_lines_of_maxtext_s_config():
+    assert as_code("nothing", "maxtext") == "remat_policy: full"
+    assert as_code("minimal_flash", "maxtext") == "remat_policy: minimal_flash"
+    lines = ["remat_policy: custom", "decoder_layer_input: device", "mlpwo: offload", "query_proj: device"]
+    assert as_code("save:query_proj+offload:mlpwo", "maxtext").splitlines() == lines
+    for policy in ("dots", "one-in:2", "save:hidden", "none"):
+        with pytest.raises(UsageError, match="can't say"):
+            as_code(policy, "maxtext", NUM)
+
+
 def test_wrong_frameworks_and_groups_are_rejected():
     with pytest.raises(UsageError) as caught:
         as_code("dots", "torch")  # pyright: ignore[reportArgumentType]
     assert "linen" in caught.value.allowed
     with pytest.raises(UsageError):
         as_code("every:5", "jax", NUM)
+
+
+@pytest.mark.parametrize("framework", MODELS)
+def test_the_framework_of_a_model_is_found_and_names_nobody_wrote_are_not_pasted(framework):
+    loss_with, params = MODELS[framework]()
+    loss = loss_with("")
+    for policy in ("dots", "save:hidden"):
+        assert code_for(parse(policy), NUM, loss, params, X) == tuple(as_code(policy, framework, NUM).splitlines())
+    assert code_for(parse("save:dot_general"), NUM, loss, params, X) == ()

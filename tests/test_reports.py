@@ -19,6 +19,7 @@ from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.prices import FurtherBudget, Price
+from jaxremat.policy.code import as_code
 from jaxremat.report import doctor
 from jaxremat.report.doctor import Row
 from jaxremat.report.meshes import mesh_sentence
@@ -299,6 +300,8 @@ def test_a_plan(snapshot):
     named: dict[str, Any] = dict(predicted_total_bytes=None, recompute_s=None, unrolled_error="CompileError: x")
     tried = (TriedStep("nothing", "own", 8, GIB, 0.25),)
     rows = [unrolled, looped, plan(**named, tried=tried), plan(**named, policy="nothing"), plan(objective="memory", **named)]
+    by_name = plan(policy="save:hidden,dot_general.3", loss="own", sources={"dot_general.3": "/home/me/net/model.py:8"})
+    rows += [by_name, plan(policy="dots", loss="own", as_code=tuple(as_code("dots", "nnx").splitlines()))]
     assert snapshot == answers([step(LONG, requested_policy="auto"), *rows], explain=True)
 
 

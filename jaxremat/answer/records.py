@@ -19,6 +19,7 @@ from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
+from jaxremat.policy.code import code_for
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch, largest_from_above
@@ -27,6 +28,7 @@ from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
+from jaxremat.workload.given import OWN_LOSS
 
 Emit = Callable[[Record], None]
 T = TypeVar("T")
@@ -121,6 +123,7 @@ def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable
 
 def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch: int | None) -> PlanRecord:
     trials, as_config = planned.trials, planned.trials.workload_at(found.batch).as_config
+    compiled = trials.compile(found.policy, found.batch)
     is_limited = max_batch is not None and found.batch == trials.batches(max_batch)[-1] != trials.global_batch
     return PlanRecord(
         model=trials.factory.name,
@@ -141,12 +144,23 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         paired_error=trials.target.speed.paired_error if trials.target.speed else None,
         layers=_by_layer(found.policy, planned.kinds),
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
-        disabled_pass=trials.compile(found.policy, found.batch).disabled_pass,
+        disabled_pass=compiled.disabled_pass,
         as_config=as_config(found.policy) if as_config else None,
+        as_code=_code(found, planned),
+        sources={written.name: written.users_line for written in compiled.names if written.users_line},
         num_compiles=planned.num_compiles,
         config=config_of(trials, found.batch),
         versions=versions(),
     )
+
+
+def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
+    """The plan in the framework of a user's own model, whose layers are all alike where their policies differ."""
+    workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
+    several = found.policy.recomputes_groups or len(found.policy.layer_policies) > 1
+    if found.loss != OWN_LOSS or not workload.loss or (several and others):
+        return ()
+    return code_for(found.policy, kind.num_layers, workload.loss, *workload.loss_args)
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:

@@ -1,24 +1,33 @@
-"""A policy as code to paste into a model: with JAX alone, Flax Linen, Flax NNX or Equinox.
+"""A policy as code to paste into a model: with JAX alone, Flax Linen, Flax NNX or Equinox, or as lines of MaxText's config.
 
     as_code("save:hidden", "linen")    Block = nn.remat(Block, policy=jax.checkpoint_policies.save_only_these_names("hidden"))
 
 `with_policy` does the same without an edit. Checkpoint names in the code are those that the author of a layer wrote.
 """
 
-from typing import Literal, get_args
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
+
+import jax
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.jax_private import core
+from jaxremat.policy.maxtext import MAXTEXT_ALIASES, MAXTEXT_NAMES, config_lines
+from jaxremat.policy.names import all_written_names
 from jaxremat.policy.spec import NOTHING, Policy
 
-Framework = Literal["jax", "linen", "nnx", "equinox"]
+Framework = Literal["jax", "linen", "nnx", "equinox", "maxtext"]
 #: By framework: what is wrapped, how, and how one of the layers is called.
-_WRAPPED: dict[Framework, tuple[str, str, str]] = {
+_WRAPPED: dict[str, tuple[str, str, str]] = {
     "jax": ("layer", "jax.checkpoint({0}, policy={1})", "{0}(layer, x)"),
     "linen": ("Block", "nn.remat({0}, policy={1})", ""),
     "nnx": ("call", "nnx.remat({0}, policy={1})", "{0}(layer, x)"),
     "equinox": ("call", "eqx.filter_checkpoint({0}, policy={1})", "{0}(layer, x)"),
 }
+#: By the module that a framework's classes and functions are in: the framework.
+_MODULES: dict[str, Framework] = {"flax.linen": "linen", "flax.nnx": "nnx", "equinox": "equinox"}
 _BEFORE = {"jax": "", "linen": "", **dict.fromkeys(("nnx", "equinox"), "call = lambda block, x: block(x)")}
 
 
@@ -27,11 +36,12 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
 
     The code wraps one layer: `layer(params, x)` with JAX alone, the class `Block` of Linen, and `call(block, x)` for the
     modules of NNX and Equinox. A policy of several layers makes a list of these, one for each layer. With `every:K` the code
-    runs all layers: `layers` are their parameters or modules, and `x` is what they are called with.
+    runs all layers: `layers` are their parameters or modules, and `x` is what they are called with. For MaxText it is lines of
+    its config, such as `remat_policy: custom` and `query_proj: device`.
 
     Args:
         policy: a `Policy` or its text.
-        framework: `jax`, `linen`, `nnx` or `equinox`.
+        framework: `jax`, `linen`, `nnx`, `equinox` or `maxtext`.
         num_layers: the number of layers, for policies of several.
 
     Returns:
@@ -39,11 +49,13 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers.
-        UsageError: an unknown framework.
+        UsageError: an unknown framework, or a policy that MaxText's config can't say.
     """
     policy = as_policy(policy)
-    if framework not in _WRAPPED:
+    if framework not in get_args(Framework):
         raise UsageError(f"as_code got the framework {framework!r}", allowed=", ".join(get_args(Framework)))
+    if framework == "maxtext":
+        return "\n".join(_maxtext_lines(policy))
     group = policy.layers(num_layers)
     if all(one.is_none for one in group) and not policy.recomputes_groups:
         return ""
@@ -68,3 +80,59 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
     listed = ", ".join("None" if one.is_none else one.expression() for one in group)
     each = f"{target} if policies[i % {len(group)}] is None else {wrapped.format(target, f'policies[i % {len(group)}]')}"
     return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
+
+
+def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
+    lines = config_lines(policy, dict.fromkeys(sorted(MAXTEXT_NAMES), "remat"))
+    if lines is None:
+        raise UsageError(
+            f"MaxText's config can't say the policy {policy}",
+            allowed=f"nothing, {', '.join(MAXTEXT_ALIASES)}, or save: and offload: with {', '.join(sorted(MAXTEXT_NAMES))}",
+            next_step="save:query_proj,out_proj",
+        )
+    return lines
+
+
+def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    """The lines of `as_code` for a loss as its author wrote it, in the framework that it is written with.
+
+    The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
+    traces, or else `jax`. There are no lines where the
+    policy has names that the author didn't write: nobody could paste them. For a loss of Flax NNX and the policy `dots`:
+
+        call = lambda block, x: block(x)
+        call = nnx.remat(call, policy=jax.checkpoint_policies.dots_saveable)
+
+    Args:
+        policy: the policy.
+        num_layers: the number of layers.
+        function: the loss, without a policy.
+        *args: its arguments, arrays or shapes.
+    """
+    program = jax.make_jaxpr(function)(*args)
+    if not {*policy.names()} <= {*all_written_names(program.eqns)}:
+        return ()
+    classes = (base.__module__ for node in _nodes(jax.tree.structure(args[0])) for base in node.__mro__)
+    files = (frame.file_name.replace("/", ".") for eqn in _equations(program.jaxpr) for frame in _frames(eqn))
+    places = (f".{place}." for place in itertools.chain(classes, files))
+    modules = (module for place in places for module in _MODULES if f".{module}." in place)
+    return tuple(as_code(policy, _MODULES.get(next(modules, ""), "jax"), num_layers).splitlines())
+
+
+def _nodes(tree: Any) -> Iterator[type]:
+    """The classes of a tree's nodes."""
+    if data := tree.node_data():
+        yield data[0]
+    for child in tree.children():
+        yield from _nodes(child)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def _frames(eqn: Any) -> tuple[Any, ...]:
+    return tuple(eqn.source_info.traceback.frames) if eqn.source_info.traceback else ()

@@ -122,6 +122,7 @@ class WrittenName:
         made_at: `file:line` of that operation in the user's code. Empty where JAX has no traceback.
         num_elements: of the value.
         result: its position among the results of that operation.
+        users_line: `file:line` in the user's own code that leads to that operation, where `made_at` may be in a library.
     """
 
     name: str
@@ -130,6 +131,7 @@ class WrittenName:
     made_at: str
     num_elements: int
     result: int = 0
+    users_line: str = ""
 
 
 def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
@@ -141,19 +143,20 @@ def written_names(jaxpr: Any) -> tuple[WrittenName, ...]:
 
 
 def _names_where_written(jaxpr: Any) -> Iterator[WrittenName]:
-    made: dict[Any, tuple[str, str, int]] = {}
+    made: dict[Any, tuple[Any, int]] = {}
     for equation in jaxpr.eqns:
-        scope, kind = str(equation.source_info.name_stack), equation.primitive.name
         sources = [() if isinstance(var, core.Literal) else made.get(var, ()) for var in equation.invars]
         name = written_name(equation)
-        if name or kind in ("reduce_precision", "optimization_barrier", "sharding_constraint"):
+        if name or equation.primitive.name in ("reduce_precision", "optimization_barrier", "sharding_constraint"):
             made.update({out: source for out, source in zip(equation.outvars, sources, strict=True) if source})
         else:
-            at = written_at(equation)
-            made.update({out: (f"{scope}/{kind}".strip("/"), at, n) for n, out in enumerate(equation.outvars)})
+            made.update({out: (equation, n) for n, out in enumerate(equation.outvars)})
         if name:
-            made_by, made_at, result = sources[0] or ("", "", 0)
-            yield WrittenName(name, scope, made_by, made_at, equation.outvars[0].aval.size, result)
+            scope, size = str(equation.source_info.name_stack), equation.outvars[0].aval.size
+            maker, result = sources[0] or (None, 0)
+            stack = f"{maker.source_info.name_stack}/{maker.primitive.name}".strip("/") if maker else ""
+            at, line = (written_at(maker), users_line(maker)) if maker else ("", "")
+            yield WrittenName(name, scope, stack, at, size, result, line)
         for inner in core.jaxprs_in_params(equation.params):
             yield from _names_where_written(inner)
 

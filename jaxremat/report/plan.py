@@ -18,6 +18,7 @@ from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.record import PlanRecord
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
+from jaxremat.xla.dump import short_source
 
 #: Before the seconds of the lower bound.
 _LEAST = "the least of any choice of residuals within the budget is"
@@ -41,6 +42,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
     further = f"  and {len(layers) - _SHOWN_LAYERS + 1} further kinds of layers (--json has all)"
     sentences += layers if len(layers) <= _SHOWN_LAYERS else [*layers[: _SHOWN_LAYERS - 1], further]
+    sentences += _made_at(plan)
     if plan.as_config:
         sentences += ["In its own configuration:", *(f"  {line}" for line in plan.as_config)]
     if plan.max_batch is not None:
@@ -57,6 +59,14 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
         f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).",
         f"{takes}, by the model{_bound(plan, plan.recompute_s)}.",
     ]
+
+
+def _made_at(plan: PlanRecord) -> list[str]:
+    """Where a user's own model makes the values that the plan saves or offloads by name."""
+    names = parse(plan.policy).names() if plan.loss == OWN_LOSS else ()
+    lines = [f"  {name} is made at {short_source(plan.sources[name])}" for name in names if name in plan.sources]
+    further = f"  and {len(lines) - _SHOWN_LAYERS + 1} further names (--json has all)"
+    return lines if len(lines) <= _SHOWN_LAYERS else [*lines[: _SHOWN_LAYERS - 1], further]
 
 
 def _bound(plan: PlanRecord, recompute_s: float) -> str:
@@ -137,11 +147,15 @@ def price_table(plan: PlanRecord) -> Table:
     for one in plan.prices:
         where = "yes" if one.is_saved else "on host" if one.is_offloaded else ""
         ratio = number(one.num_bytes / 2**20 / (1e3 * one.saved_s))
-        rows.append((one.name, where, gib_number(one.num_bytes), f"{1e3 * one.saved_s:.3f}", ratio))
+        source = short_source(plan.sources.get(one.name.partition(" ")[0], ""))
+        rows.append((one.name, where, gib_number(one.num_bytes), f"{1e3 * one.saved_s:.3f}", ratio, source))
     has_kinds = any(": " in layer for layer in plan.layers)
     layers = "all layers of its kind" if has_kinds else f"all {len(plan.layers)} layers"
     title = f"what saving a tensor in {layers} is worth"
-    return list_table(title, ("tensor", "saved", "GiB", "saves ms", "MiB per ms"), rows)
+    titles = ("tensor", "saved", "GiB", "saves ms", "MiB per ms", "made at")
+    if not any(source for *_, source in rows):
+        titles, rows = titles[:-1], [row[:-1] for row in rows]
+    return list_table(title, titles, rows, last=len(titles) - 5)
 
 
 def more_table(plan: PlanRecord) -> Table:
@@ -161,7 +175,8 @@ def code_to_paste(plan: PlanRecord) -> list[str]:
         return [*lines, *plan.as_config]
     if plan.loss == OWN_LOSS:
         layers = plan.config["model"].get("layers")
-        return [*lines, f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})']
+        given = f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})'
+        return [*lines, given, *(["# or in the model itself, around a layer:", *plan.as_code] if plan.as_code else [])]
     unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
     layers = f'jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})'
     lines.append(f"layers = {layers}")

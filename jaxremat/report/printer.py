@@ -33,6 +33,7 @@ from jaxremat.trial.record import (
     TrialRecord,
 )
 from jaxremat.trial.store import Store
+from jaxremat.workload.given import OWN_LOSS
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Printer:
         self._report.show(*tables, *said)
         for plan in planned:
             self._report.show(*plan_parts(plan, explain=self._explain))
-            self._report.say(*code_to_paste(plan) if self._explain else (), wrap=False)
+            self._report.say(*code_to_paste(plan) if self._explain or plan.loss == OWN_LOSS else (), wrap=False)
         self._say_in_full(by_batch)
 
     def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:

@@ -11,7 +11,8 @@ since `trial/plan_file.py` compares it, and a value that this version doesn't al
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxremat.chips.chip import Matmuls
@@ -336,6 +337,8 @@ class PlanRecord(AnyRecord):
         tried: every step that was compiled.
         disabled_pass: the pass of XLA that is disabled because the step offloads in a scan, if any.
         as_config: the lines that say the plan in the author's own configuration, if the workload has one.
+        as_code: the lines that say it in the framework of a user's own model, where all its names are the author's.
+        sources: by the name of a value, `file:line` of the user's code that makes it.
         num_compiles: number of compiles that the plan took.
         config: what was requested.
         versions: by library, its version.
@@ -367,6 +370,8 @@ class PlanRecord(AnyRecord):
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
     as_config: tuple[str, ...] | None = None
+    as_code: tuple[str, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]
