@@ -31,7 +31,7 @@ from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.policy.tree import combine, is_float, partition, partition_by
+from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
 from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
@@ -191,7 +191,7 @@ def _forward_and_residuals(
         moved, others = partition(y, is_float)
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), others)
         gradient = flatten(jax.make_jaxpr(lambda moved: pullback(combine(moved, zeros)))(moved), opened)
-        traced = {number: value for number, value in gradient.constants if isinstance(value, jax.core.Tracer)}
+        traced = {number: value for number, value in gradient.constants if is_array(value)}
         results, residuals, read = jax.tree.leaves(y), jax.tree.leaves(pullback), [*traced]
         starts = len(results), len(results) + len(residuals)
         return [*results, *residuals, *traced.values()]
@@ -201,7 +201,8 @@ def _forward_and_residuals(
     of_layer = dict(zip(read, program.outputs[starts[1] :], strict=True))
     program = replace(program, outputs=program.outputs[: starts[1]])
     residuals = {atom for atom in program.outputs[starts[0] :] if isinstance(atom, int)}
-    made = {number: atom for number, atom in of_layer.items() if isinstance(atom, int) and atom not in program.inputs}
+    given = {*program.inputs, *dict(program.constants)}
+    made = {number: atom for number, atom in of_layer.items() if isinstance(atom, int) and atom not in given}
     return program, residuals, _read_first(gradient, made), lies
 
 

@@ -60,3 +60,9 @@ class Curve:
             return replace(moment, total_bytes=total_bytes - round((total_there - moment.total_bytes) * batch / near))
 
         return lambda gone: tuple(map(scaled, moments(gone)))
+
+    def reach(self, budget_bytes: int) -> float:
+        """The batch at which the line through the last two points meets the budget."""
+        low, high = self.points[-2:]
+        per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
+        return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence
