@@ -187,23 +187,16 @@ class Search:
         return estimates[self.estimate]
 
     def _seen(self) -> Iterator[Seen]:
-        """The compiled steps of which it is known what they save, beside the seconds that were foreseen."""
-        for (policy, loss, batch), step in self.tried.items():
-            place, num_layers = Place(loss, batch), self.steps.num_layers
-            if loss not in self.curves or not self._is_compiled(place):
-                continue
-            layer, candidate = self._estimate_at(batch), self.candidate_at(policy, place)
-            if policy == NONE:
-                decision = named_decision(layer, NONE)
-                shares, layer_s = dict.fromkeys(decision.save, 1.0), evaluate(layer.problem, decision).cost_s
-            elif candidate:
-                shares, layer_s = candidate.shares, candidate.layer_s(layer)
-            else:
-                continue
-            saved = {v: num_layers * share * layer.problem.values[v].num_bytes for v, share in shares.items()}
-            foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - layer_s)
-            is_beside_scan = (NOTHING, loss, batch) not in self.tried
-            yield Seen(saved, step.cost.step_s - foreseen_s, step.cost.step_s, is_beside_scan)
+        """The compiled candidates beside the seconds that were foreseen."""
+        num_layers = self.steps.num_layers
+        for (policy, place), candidate in (self.disputed | self.candidates).items():
+            if step := self.tried.get((policy, place.loss, place.batch)):
+                layer, step_s = self._estimate_at(place.batch), step.cost.step_s
+                values, shares = layer.problem.values, candidate.shares
+                foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - candidate.layer_s(layer))
+                saved_bytes = {v: num_layers * share * values[v].num_bytes for v, share in shares.items()}
+                is_beside_scan = (NOTHING, place.loss, place.batch) not in self.tried
+                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan)
 
     def candidate_at(self, policy: Policy, place: Place) -> Candidate | None:
         """The planner's own choice that was compiled as this policy, if it is one."""
@@ -310,8 +303,11 @@ class Search:
         candidate = best_candidate(layer, self.steps.num_layers, self._corrections(place))
         if candidate is None or candidate.policy in here or len(here) == self._max_candidates:
             return None
-        expected_s = base.step_s + layout_s + candidate.cost_s - self.steps.num_layers * layer.nothing_s
-        if fits and min(fits.values()) - expected_s < _WORTH * base.step_s:
+        foreseen_s = base.step_s + layout_s - self.steps.num_layers * layer.nothing_s
+        fastest = [*fits.values()]
+        if NONE in fits and not layer.in_scan:  # what is wrong about both seconds makes no difference
+            fastest.append(foreseen_s + self.steps.num_layers * evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
+        if fastest and min(fastest) - foreseen_s - candidate.cost_s < _WORTH * base.step_s:
             return None
         return Proposal(candidate.policy, place, candidate)
 
