@@ -207,7 +207,7 @@ def _forward_and_residuals(
 
 
 def _read_first(gradient: Program, made: Mapping[int, int]) -> set[int]:
-    """The values of a layer that its gradient reads before anything that is recomputed, and not later.
+    """The values that a layer's gradient reads before anything recomputed, and not later.
 
     Such a value is only read, itself or through an operation on it alone, beside cotangents and the layer's arguments, and
     beside what is made of these.

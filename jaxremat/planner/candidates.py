@@ -108,7 +108,10 @@ def _solution(layer: LayerEstimate, family: Family, limits: tuple[Row, ...]) -> 
 
 
 def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers: int) -> Candidate:
-    """The candidate by which all layers have the decision of a point. It is expected to take what it saves."""
+    """The candidate by which all layers have the decision of a point.
+
+    It is expected to take the bytes that it saves.
+    """
     candidate = _candidate(layer, family, ((1, point),), num_layers)
     return replace(candidate, expected_bytes=candidate.saved_bytes)
 

@@ -69,7 +69,7 @@ class Corrections:
         return round(max(peaks)) - self.base_bytes
 
     def limits(self, layer: LayerEstimate, family: Family, num_layers: int, gone: frozenset[str]) -> tuple[Row, ...] | None:
-        """The budgets of a layer where the operations `gone` don't run a second time, one for each moment.
+        """The budgets of a layer where the operations `gone` run once, one for each moment.
 
         Returns:
             None where nothing may be saved.

@@ -589,7 +589,7 @@ def _bytes_per_sequence(steps: Steps) -> float:
 
 
 def _largest_dispute(layer: LayerEstimate, other: LayerEstimate, num_layers: int) -> Candidate:
-    """The candidate on whose saved seconds two estimates differ most, of those on the hulls of `other`."""
+    """The candidate of the hulls of `other` on whose saved seconds two estimates differ most."""
 
     def difference_s(candidate: Candidate) -> float:
         return abs((layer.nothing_s - candidate.layer_s(layer)) - (other.nothing_s - candidate.layer_s(other)))
