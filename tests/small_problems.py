@@ -63,7 +63,7 @@ def by_trying_all(
     priced = [(p.cost_s + price * p.saved_bytes, p) for p in fits if p.saved_bytes <= budget_bytes]
     least_s = min(cost_s for cost_s, _ in priced)
     found = min((p for cost_s, p in priced if cost_s <= least_s * (1 + 1e-12)), key=lambda p: p.saved_bytes)
-    return Solution(found.decision, True, 0.0, 0.0)
+    return Solution(found.decision, True, 0.0)
 
 
 @functools.cache

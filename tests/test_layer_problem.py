@@ -52,8 +52,8 @@ def test_a_small_mlp_by_hand():
         Value("args[1]", 512, **given, needed=True),
         Value("args[2]", 128, **given, needed=True),
         Value("dot_general", 256, save_s=free),
-        Value("sin", 256, needed=True, save_s=free),
-        Value("cos", 256, **given, needed=True, save_s=2 * 256 / 1e9),  # of sin's derivative: nobody can name it
+        Value("sin", 256, needed=True, save_s=free, is_read_first=True),
+        Value("cos", 256, **given, needed=True, save_s=2 * 256 / 1e9, is_read_first=True),  # of a derivative: has no name
         Value("dot_general.1", 128, save_s=free),
     )
     assert [replace(op, recompute_s=0.0) for op in problem.ops] == [
@@ -72,6 +72,20 @@ def test_a_small_mlp_by_hand():
     launch, copied = 1e-6, 1e-6 + 2 * 256 / 1e9  # the second matmul reads sin's result: it is copied out of the stack
     assert [value.save_s for value in scanned.values[3:]] == pytest.approx([launch, launch + copied, launch, launch])
     assert keep == {name: Keep(name=name) for name in ("dot_general", "sin", "dot_general.1")}
+
+
+def test_what_the_gradient_reads_first():
+    """`last` meets the cotangent. `first` meets what was multiplied by a derivative, and a matmul is recomputed from `again`."""
+
+    def layer(w, x):
+        again = checkpoint_name(jnp.sin(x @ w[0]), "again")
+        first = checkpoint_name(jnp.sin(2.0 * (again @ w[1])), "first")
+        last = checkpoint_name(jnp.sin(first @ w[2] + 1.0), "last")
+        return (last @ w[3]).astype("bfloat16"), jnp.int32(3)
+
+    problem, named = layer_problem(layer, ((struct(8, 8),) * 4, struct(4, 8)), SPEED, in_scan=False)
+    assert {value.name for value in problem.values if value.name in named and value.is_read_first} == {"last"}
+    assert {value.name for value in problem.values if value.name in named and value.needed} == {"again", "first", "last"}
 
 
 def cost_of(problem: Problem, name: str) -> float:

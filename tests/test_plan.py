@@ -394,14 +394,15 @@ def test_a_compiled_candidate_corrects_what_is_expected():
     layer = layer_at(8)
     best = best_candidate(layer, LAYERS, Corrections(0, 10**6))
     assert best
-    candidate, corrections = replace(best, saved_bytes=450, group_size=1), Corrections(base_bytes=1000, budget_bytes=1500)
+    alone = ((1, best.decision),)
+    candidate, corrections = replace(best, peak_bytes=450, group=alone), Corrections(base_bytes=1000, budget_bytes=1500)
     assert corrections.left_bytes == 500
     learned = corrections.learn(candidate, 1520)
     assert learned.expected_beyond(layer, candidate.family, 1) == 70
     assert learned.expected_beyond(layer, candidate.family, 3) == 70 + 2 * layer.input_bytes
     assert learned.expected_beyond(replace(layer, in_scan=False), candidate.family, 3) == 70
     assert learned.allows_mixes
-    after_a_mix = learned.learn(replace(candidate, group_size=3), 1600)
+    after_a_mix = learned.learn(replace(candidate, group=((3, best.decision),)), 1600)
     assert not after_a_mix.allows_mixes
     assert after_a_mix.expected_beyond(layer, candidate.family, 3) == 150
     (family,) = learned.learn(candidate, 1400).learned_families

@@ -1,6 +1,6 @@
 """What a step would take if less ran a second time: read from the map of a step under `nothing`, and used by the planner."""
 
-import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Moment, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy
 from jaxremat.xla.compile import lower_and_compile
-from jaxremat.xla.without import _windows, moments_of
+from jaxremat.xla.without import _Window, _windows, moments_of
 
 ROWS, WIDTH, LAYERS = 8192, 1024, 6
 HIDDEN_BYTES = ROWS * 4 * WIDTH * 2
@@ -44,7 +44,7 @@ def test_what_is_no_longer_recomputed_leaves_the_peak(h100):
 
     done = lower_and_compile(jax.grad(loss), (params, shape((ROWS, WIDTH), jnp.bfloat16)), h100, keep_dump=True)
     moments, total_bytes = (
-        moments_of(done, [EqualLayers(dataclasses.replace(chain(), in_scan=True), LAYERS)]),
+        moments_of(done, [EqualLayers(replace(chain(), in_scan=True), LAYERS)]),
         done.memory.total_bytes,
     )
     assert any(moment.layers == {"": LAYERS} for moment in moments(frozenset()))
@@ -90,12 +90,20 @@ def test_where_unrolled_layers_begin_and_where_their_gradients_are():
     program = tuple(SimpleNamespace(op_name=name) for name in names)
     map: Any = SimpleNamespace(program=program, phases=phases, loops=())
     kinds = [EqualLayers(chain(), 2, "stage0_block/"), EqualLayers(chain(), 1, "stage1_block/")]
-    assert _windows(map, kinds) == {"stage0_block/": [(1, 7, 7), (0, 8, 8)], "stage1_block/": [(2, 4, 6)]}
+    assert _windows(map, kinds) == {
+        "stage0_block/": [_Window(1, 2, 7, 7), _Window(0, 1, 8, 8)],
+        "stage1_block/": [_Window(2, 3, 4, 6)],
+    }
     other = _windows(map, [kinds[0], EqualLayers(chain(), 1, "head/")])
-    assert other["head/"] == [(0, 0, 8)], "what can't be placed is live all the time"
+    assert other["head/"] == [_Window(0, 0, 0, 8)], "what can't be placed is live all the time"
 
 
 # The planner. A layer makes three values one after the other, and its backward pass reads all three.
+
+
+def moment(total_bytes: int, layers: dict[str, int]) -> Moment:
+    """A moment at which no layer has read anything that it saved."""
+    return Moment(total_bytes, layers, layers)
 
 
 def chain(is_copied: bool = False) -> LayerEstimate:
@@ -120,28 +128,28 @@ def test_names_of_what_does_run_once():
 
 def test_a_smaller_working_set_is_expected_and_learned_from():
     def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
-        return (Moment(1000 - 30 * ("up" in gone), {"": 2}),)
+        return (moment(1000 - 30 * ("up" in gone), {"": 2}),)
 
     layer, saves_up = chain(), Decision(save=frozenset({1}))
     corrections = Corrections(1000, 1500, moments)
     assert corrections.at_peak(layer, saves_up, {1: 1.0}, 2) == 80 - 30
     assert Corrections(1000, 1500).at_peak(layer, saves_up, {1: 1.0}, 2) == 80
     (family,) = layer.families
-    candidate = Candidate(layer, Names(("up",)), 80, 1.0, saves_up, family, freed_bytes=30, expected_bytes=50)
+    candidate = Candidate(Names(("up",)), ((1, saves_up),), family, 80, 1.0, peak_bytes=50, expected_bytes=50)
     assert corrections.learn(candidate, 1057).expected_beyond(layer, family, 1) == 7
 
 
 def test_between_two_batches_the_working_set_grows_with_the_batch():
     def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
-        return (Moment(1600 - 80 * len(gone), {"": 2}),)
+        return (moment(1600 - 80 * len(gone), {"": 2}),)
 
     curve = Curve((CurvePoint(0, Cost(800, 0.0)), CurvePoint(8, Cost(1600, 4.0, moments))))
     assert curve.at(8).moments is moments
     between = curve.at(4)
     assert between == Cost(1200, 2.0)
     assert between.moments
-    assert between.moments(frozenset()) == (Moment(1200, {"": 2}),)
-    assert between.moments(frozenset({"up"})) == (Moment(1160, {"": 2}),)
+    assert between.moments(frozenset()) == (moment(1200, {"": 2}),)
+    assert between.moments(frozenset({"up"})) == (moment(1160, {"": 2}),)
 
 
 def test_the_room_of_a_smaller_working_set_is_used():
@@ -154,7 +162,7 @@ def test_the_room_of_a_smaller_working_set_is_used():
         return Cost(total_bytes, 100.0 + 2 * made_again[saved], moments if policy == NOTHING else None)
 
     def moments(gone: frozenset[str]) -> tuple[Moment, ...]:
-        return (Moment(1000 - 30 * ("up" in gone), {"": 2}),)
+        return (moment(1000 - 30 * ("up" in gone), {"": 2}),)
 
     found = find_plan(Steps(lambda batch: chain(), cost, 2, 1090), losses=("",), batch=1, named=False)
     assert isinstance(found, Plan)
@@ -174,7 +182,7 @@ def test_what_stages_save_counts_where_it_is_live():
         return EqualLayers(LayerEstimate(problem, {1: f"{prefix}h"}, in_scan=False), 2, prefix)
 
     one = as_one([stage("first/", 100), stage("second/", 50)])
-    moments = (Moment(1000, {"first/": 2, "second/": 0}), Moment(600, {"first/": 2, "second/": 2}))
+    moments = (moment(1000, {"first/": 2, "second/": 0}), moment(600, {"first/": 2, "second/": 2}))
     for budget, policy in ((1050, "save:second/h"), (1199, "save:second/h"), (1200, "save:first/h,second/h")):
         corrections = Corrections(1000, budget, lambda gone: moments)
         best = best_candidate(one.layer, one.num_layers, corrections)
@@ -182,8 +190,8 @@ def test_what_stages_save_counts_where_it_is_live():
         assert (str(best.policy), best.expected_bytes) == (policy, 200 if "first" in policy else 0)
     assert best_candidate(one.layer, one.num_layers, Corrections(1000, 999, lambda gone: moments)) is None
     assert Corrections(1000, 1050, lambda gone: moments).most_saved(one.layer) == 1050 - 600
-    values = tuple(dataclasses.replace(value, saveable=False) for value in one.layer.problem.values)
-    unsaveable = dataclasses.replace(one.layer, problem=dataclasses.replace(one.layer.problem, values=values))
+    values = tuple(replace(value, saveable=False) for value in one.layer.problem.values)
+    unsaveable = replace(one.layer, problem=replace(one.layer.problem, values=values))
     assert Corrections(1000, 1050, lambda gone: moments).most_saved(unsaveable) == 1050 - 600
     assert Corrections(1000, 1050).most_saved(one.layer) == 50
     without = best_candidate(one.layer, one.num_layers, Corrections(1000, 1050))
@@ -191,17 +199,15 @@ def test_what_stages_save_counts_where_it_is_live():
     assert str(without.policy) == "nothing"
 
 
-def test_at_best_the_layer_whose_gradient_runs_has_freed_its_own():
-    moments = (
-        Moment(1000, {"first/": 2, "second/": 0}),
-        Moment(600, {"first/": 2, "second/": 2}),
-        Moment(500, {"first/": 0}),
-    )
-    assert [dict(moment.at_best().layers) for moment in moments] == [
-        {"first/": 1, "second/": 0},
-        {"first/": 2, "second/": 1},
-        {"first/": 0},
-    ]
-    hope = Corrections(1000, 1500, lambda gone: moments, beyond_bytes={1: 70}).at_best()
-    assert (hope.beyond_bytes, hope.moments and hope.moments(frozenset())[0].layers) == ({}, {"first/": 1, "second/": 0})
-    assert Corrections(1000, 1500).at_best().moments is None
+@pytest.mark.parametrize(("is_read_first", "most"), [(False, 2), (True, 1)])
+def test_what_a_gradient_reads_first_is_live_in_the_other_layers(is_read_first, most):
+    """Two layers, of which one's gradient runs at the peak. In 45 bytes there is room for `up` in one layer, and not in two."""
+    layer = chain()
+    values = (replace(value, is_read_first=is_read_first and value.name == "up") for value in layer.problem.values)
+    layer = replace(layer, problem=replace(layer.problem, values=tuple(values)))
+    moments = (Moment(1000, {"": 2}, {"": 1}), Moment(900, {"": 2}, {"": 2}))
+    assert moments[0].saved_bytes(layer.problem.values[1]) == 40 * most
+    found = best_candidate(layer, 2, Corrections(1000, 1045, lambda gone: moments, allows_mixes=False))
+    assert found
+    assert ("up" in found.policy.names()) == is_read_first
+    assert Corrections(1000, 1045, lambda gone: moments).most_saved(layer) == 145

@@ -16,11 +16,12 @@ be saved as `save:h`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
@@ -30,7 +31,7 @@ from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE
 from jaxremat.policy.program import CALLS, DERIVATIVE_CALLS, Equation, Program, flatten
-from jaxremat.policy.tree import combine, is_float, partition_by
+from jaxremat.policy.tree import combine, is_array, is_float, partition, partition_by
 from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
@@ -120,10 +121,11 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals, lies = _forward_and_residuals(function, args, share, frozen)
+    program, residuals, first, lies = _forward_and_residuals(function, args, share, frozen)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
+    read_first = {merged.value(number) for number in first} - _leading_to(needed, equations, merged)
     makers = {number: equation for equation in equations for number in equation.outputs}
     read = needed.union(*(merged.operands(equation) for equation in equations))
     given = [number for number in (*program.inputs, *dict(program.constants)) if number in read]
@@ -143,6 +145,7 @@ def layer_problem(
             needed=number in needed,
             save_s=save_s.get(number, 0.0),
             is_copied=number in copied,
+            is_read_first=number in read_first,
         )
         for number in numbers
     )
@@ -172,24 +175,68 @@ def layer_problem(
 
 def _forward_and_residuals(
     function: Callable[..., Any], args: tuple[Any, ...], share: Share, frozen: Collection[int]
-) -> tuple[Program, set[int], Lies]:
+) -> tuple[Program, set[int], set[int], Lies]:
     """The program of `function` and its residuals.
 
-    With it come the numbers of the values that are residuals, and how all values lie.
+    With it come the numbers of the values that are residuals, of those that the gradient reads first, and how all values lie.
     """
-    num_outputs = 0
+    opened, starts, gradient, read = CALLS | DERIVATIVE_CALLS, (0, 0), None, list[int]()
 
     def both(*args: Any) -> list[Any]:
-        nonlocal num_outputs
+        nonlocal starts, gradient, read
         leaves, tree = jax.tree.flatten(args)
         is_trained = [is_float(leaf) and number not in frozen for number, leaf in enumerate(leaves)]
         floats, rest = partition_by(args, tree.unflatten(is_trained))
         y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
-        num_outputs = len(jax.tree.leaves(y))
-        return [*jax.tree.leaves(y), *jax.tree.leaves(pullback)]
+        moved, others = partition(y, is_float)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), others)
+        gradient = flatten(jax.make_jaxpr(lambda moved: pullback(combine(moved, zeros)))(moved), opened)
+        traced = {number: value for number, value in gradient.constants if is_array(value)}
+        results, residuals, read = jax.tree.leaves(y), jax.tree.leaves(pullback), [*traced]
+        starts = len(results), len(results) + len(residuals)
+        return [*results, *residuals, *traced.values()]
 
-    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), CALLS | DERIVATIVE_CALLS)))
-    return program, {atom for atom in program.outputs[num_outputs:] if isinstance(atom, int)}, lies
+    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), opened)))
+    assert gradient is not None, "the function was traced"
+    of_layer = dict(zip(read, program.outputs[starts[1] :], strict=True))
+    program = replace(program, outputs=program.outputs[: starts[1]])
+    residuals = {atom for atom in program.outputs[starts[0] :] if isinstance(atom, int)}
+    given = {*program.inputs, *dict(program.constants)}
+    made = {number: atom for number, atom in of_layer.items() if isinstance(atom, int) and atom not in given}
+    return program, residuals, _read_first(gradient, made), lies
+
+
+def _read_first(gradient: Program, made: Mapping[int, int]) -> set[int]:
+    """The values that a layer's gradient reads before anything recomputed, and not later.
+
+    Such a value is only read, itself or through an operation on it alone, beside cotangents and the layer's arguments, and
+    beside what is made of these.
+
+    Args:
+        gradient: the backward pass of the layer.
+        made: from the number of a value that it reads to the value's number in the layer's own program.
+    """
+    there = {*gradient.inputs, *dict(gradient.constants)} - made.keys()
+    views, later = dict(made), set[int]()
+    for equation in gradient.equations:
+        operands = {atom for atom in equation.inputs if isinstance(atom, int)}
+        others = operands - there
+        if not others:
+            there.update(equation.outputs)
+        elif len(operands) == 1 and others <= views.keys():
+            views.update(dict.fromkeys(equation.outputs, views[others.pop()]))
+        elif len(others) > 1 or not others <= views.keys():
+            later.update(views[number] for number in others & views.keys())
+    return {*made.values()} - later
+
+
+def _leading_to(needed: set[int], equations: list[Equation], merged: "_Merged") -> set[int]:
+    """The values that are read where one that is needed is made."""
+    leading = set[int]()
+    for equation in reversed(equations):
+        if not (needed | leading).isdisjoint(equation.outputs):
+            leading.update(merged.operands(equation))
+    return leading
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,18 @@ that repeats, in which one layer saves `a` and two save `a` and `b`. They are ne
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from jaxremat.planner.corrections import Corrections, Limits
+from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point
-from jaxremat.planner.problem import LEAST_S, union
-from jaxremat.planner.solve import solve
+from jaxremat.planner.problem import LEAST_S, Decision, union
+from jaxremat.planner.solve import Row, solve
 from jaxremat.policy.spec import Mix, Policy, Rule
 
 MAX_GROUP = 8  # layers in a group of a mix, which XLA compiles one by one
+_MAX_SOLVED = 8  # best decisions of a layer, each with the room that another one leaves
 
 
 def best_candidate(layer: LayerEstimate, num_layers: int, corrections: Corrections) -> Candidate | None:
@@ -46,35 +47,29 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
     for family in corrections.families(layer):
         for group in _layer_groups(layer, family, num_layers, corrections):
             candidate = _candidate(layer, family, group, num_layers)
-            freed_bytes = candidate.saved_bytes - _at_peak(layer, family, group, num_layers, corrections)
-            beyond = corrections.expected_beyond(layer, family, candidate.group_size)
-            expected_bytes = candidate.saved_bytes - freed_bytes + beyond
+            peak_bytes = _at_peak(layer, candidate, num_layers, corrections)
+            expected_bytes = peak_bytes + corrections.expected_beyond(layer, family, candidate.group_size)
             if expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
-                yield replace(candidate, freed_bytes=freed_bytes, expected_bytes=expected_bytes)
+                yield replace(candidate, peak_bytes=peak_bytes, expected_bytes=expected_bytes)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Part of a group: a number of layers, and the decision that they share."""
-
-    num_layers: int
-    point: Point
+#: Numbers of neighbouring layers, and the decision that they share. Repeated, they are all layers.
+_Group = tuple[tuple[int, Point], ...]
 
 
-def _layer_groups(
-    layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections
-) -> Iterator[tuple[_Part, ...]]:
+def _layer_groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections) -> Iterator[_Group]:
     """The groups of layers that are worth repeating over the stack."""
     for point in family.hull:
-        yield (_Part(1, point),)
-    gone = frozenset[str]()
-    while limits := corrections.limits(layer, family, num_layers, gone):
-        alone = _Part(1, _solution(layer, family, limits))
-        yield (alone,)
-        again = layer.run_once(union(alone.point.decision, family.always))
-        if corrections.moments is None or gone:
-            break
-        gone = again
+        yield ((1, point),)
+    found = set[Decision]()
+    waiting = [frozenset[str](), *([layer.run_once(layer.everything)] if corrections.moments else [])]
+    while waiting and len(found) < _MAX_SOLVED:
+        if limits := corrections.limits(layer, family, num_layers, waiting.pop(0)):
+            alone = _solution(layer, family, limits)
+            if alone.decision not in found:
+                yield ((1, alone),)
+                found.add(alone.decision)
+                waiting += [layer.run_once(union(alone.decision, family.always))] if corrections.moments else []
     if not corrections.allows_mixes:
         return
     for size in range(2, MAX_GROUP + 1):
@@ -83,12 +78,10 @@ def _layer_groups(
         for left, right in itertools.pairwise(family.hull):
             for n in range(1, size):
                 if math.gcd(n, size) == 1:
-                    yield (_Part(size - n, left), _Part(n, right))
+                    yield ((size - n, left), (n, right))
 
 
-def _at_peak(
-    layer: LayerEstimate, family: Family, group: tuple[_Part, ...], num_layers: int, corrections: Corrections
-) -> int:
+def _at_peak(layer: LayerEstimate, candidate: Candidate, num_layers: int, corrections: Corrections) -> int:
     """Bytes by which the peak is expected to be above full remat's.
 
     What compiled steps took beyond that is left out.
@@ -96,43 +89,47 @@ def _at_peak(
     The peak is that of the part of the group for which this is the most. The gradient runs through the last part first. In
     unrolled layers, what the last part saved is freed before the gradient comes to the part before it. A scan frees nothing.
     """
-    size, decisions = sum(part.num_layers for part in group), [union(part.point.decision, family.always) for part in group]
-    shares = dict[int, float]()
-    for part, decision in zip(group, decisions, strict=True):
-        shares |= {v: shares.get(v, 0.0) + part.num_layers / size for v in decision.save}
     later_bytes, most = 0, []
-    for part, decision in reversed([*zip(group, decisions, strict=True)]):
-        most.append(corrections.at_peak(layer, decision, shares, num_layers) - later_bytes)
-        later_bytes += 0 if layer.in_scan else part.num_layers * (family.always_bytes + part.point.saved_bytes)
+    for count, decision in reversed(candidate.group):
+        most.append(corrections.at_peak(layer, decision, candidate.shares, num_layers) - later_bytes)
+        saved_bytes = sum(layer.problem.values[v].num_bytes for v in decision.save)
+        later_bytes += 0 if layer.in_scan else count * saved_bytes
     return max(most)
 
 
-def _solution(layer: LayerEstimate, family: Family, limits: Limits) -> Point:
+def _solution(layer: LayerEstimate, family: Family, limits: tuple[Row, ...]) -> Point:
     """The best decision of the family for one layer within the limits."""
     offloaded_bytes = sum(layer.problem.values[v].num_bytes for v in family.always.offload)
     left_bytes = max(0, layer.offload_bytes - offloaded_bytes)
-    decision = solve(family.problem, limits.layer_bytes, max_offload_bytes=left_bytes, rows=limits.rows).decision
+    all_bytes = sum(value.num_bytes for value in family.problem.values)
+    decision = solve(family.problem, all_bytes, max_offload_bytes=left_bytes, rows=limits).decision
     evaluation = evaluate(family.problem, decision)
     return Point(evaluation.saved_bytes, evaluation.cost_s, decision)
 
 
-def _candidate(layer: LayerEstimate, family: Family, group: tuple[_Part, ...], num_layers: int) -> Candidate:
+def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers: int) -> Candidate:
+    """The candidate by which all layers have the decision of a point.
+
+    It is expected to take the bytes that it saves.
+    """
+    candidate = _candidate(layer, family, ((1, point),), num_layers)
+    return replace(candidate, expected_bytes=candidate.saved_bytes)
+
+
+def _candidate(layer: LayerEstimate, family: Family, group: _Group, num_layers: int) -> Candidate:
     """The candidate that repeats `group` over all layers, without its expected bytes."""
-    group_size = sum(part.num_layers for part in group)
+    group_size = sum(count for count, _ in group)
     times = num_layers // group_size
-    counts = [part.num_layers for part in group]
-    decisions = [union(part.point.decision, family.always) for part in group]
-    policies = [policy_of(layer, decision, family.attention) for decision in decisions]
-    group_bytes = sum(part.num_layers * part.point.saved_bytes for part in group)
-    group_s = math.fsum(part.num_layers * part.point.cost_s for part in group)
+    decisions = tuple((count, union(point.decision, family.always)) for count, point in group)
+    policies = tuple((count, policy_of(layer, decision, family.attention)) for count, decision in decisions)
+    group_bytes = sum(count * point.saved_bytes for count, point in group)
+    group_s = math.fsum(count * point.cost_s for count, point in group)
     return Candidate(
-        layer=layer,
-        policy=policies[0] if len(group) == 1 else Mix(tuple(zip(counts, policies, strict=True))),
+        policy=policies[0][1] if len(group) == 1 else Mix(policies),
+        group=decisions,
+        family=family,
         saved_bytes=num_layers * family.always_bytes + times * group_bytes,
         cost_s=num_layers * family.always_s + times * group_s,
-        decision=decisions[counts.index(max(counts))],
-        family=family,
-        group_size=group_size,
     )
 
 
@@ -159,3 +156,9 @@ def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
         else {Rule("dots-no-batch"): frozenset()}
     )
     return {policy: saved for policy, saved in plain.items() if layer.allows(policy)}
+
+
+def named_decision(layer: LayerEstimate, policy: Policy) -> Decision:
+    """What a named policy saves of the values that a plan may save."""
+    saved = named_policies(layer).get(policy, frozenset())
+    return Decision(frozenset(v for v in saved if layer.problem.values[v].saveable))

@@ -22,14 +22,6 @@ _MUCH_LESS = 0.01  # share of the full-remat step: a step that took so much less
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The bytes that a layer may save; with several kinds of layers, a row for each moment."""
-
-    layer_bytes: int
-    rows: tuple[Row, ...] = ()
-
-
-@dataclass(frozen=True)
 class Corrections:
     """What is known about the bytes of steps. `learn` returns new corrections.
 
@@ -76,27 +68,20 @@ class Corrections:
         peaks = (at.total_bytes + sum(n * at.saved_bytes(values[v]) for v, n in shares.items()) for at in moments)
         return round(max(peaks)) - self.base_bytes
 
-    def limits(self, layer: LayerEstimate, family: Family, num_layers: int, gone: frozenset[str]) -> Limits | None:
-        """The bytes that a layer may save where the operations `gone` don't run a second time.
+    def limits(self, layer: LayerEstimate, family: Family, num_layers: int, gone: frozenset[str]) -> tuple[Row, ...] | None:
+        """The budgets of a layer where the operations `gone` run once, one for each moment.
 
         Returns:
             None where nothing may be saved.
         """
         beyond, values = self.expected_beyond(layer, family, 1), family.problem.values
         if self.moments is None:
-            layer_bytes = (self.left_bytes - beyond) // num_layers - family.always_bytes
-            return Limits(layer_bytes) if layer_bytes >= 0 else None
-        most, rows = sum(value.num_bytes for value in values), list[Row]()
-        for at in self.moments(gone):
-            saved = tuple(map(at.saved_bytes, values))
-            left_bytes = self.budget_bytes - at.total_bytes - beyond - sum(saved[v] for v in family.always.save)
-            if left_bytes < 0:
-                return None
-            if len(at.layers) > 1:
-                rows.append(Row(saved, left_bytes))
-            elif alive := sum(at.layers.values()):
-                most = min(most, left_bytes // alive)
-        return Limits(most, tuple(rows))
+            live = [(self.base_bytes, tuple(num_layers * value.num_bytes for value in values))]
+        else:
+            live = [(at.total_bytes, tuple(map(at.saved_bytes, values))) for at in self.moments(gone)]
+        always = family.always.save
+        rows = tuple(Row(of, self.budget_bytes - total - beyond - sum(of[v] for v in always)) for total, of in live)
+        return rows if all(row.budget_bytes >= 0 for row in rows) else None
 
     def most_saved(self, layer: LayerEstimate) -> int:
         """The bytes that all layers together may save at most.
@@ -105,10 +90,9 @@ class Corrections:
         """
         if self.moments is None:
             return self.left_bytes
-        everything = frozenset(v for op in layer.problem.ops for v in op.outputs if layer.problem.values[v].saveable)
-        moments = self.moments(layer.run_once(Decision(everything)))
-        most = max(sum(at.layers.values()) for at in moments)
-        return min(self.budget_bytes - at.total_bytes for at in moments if sum(at.layers.values()) == most)
+        moments = self.moments(layer.run_once(layer.everything))
+        most = max(sum(at.unread.values()) for at in moments)
+        return min(self.budget_bytes - at.total_bytes for at in moments if sum(at.unread.values()) == most)
 
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
         """Bytes expected beyond full remat, what is saved, and the change of the working set.
@@ -119,18 +103,9 @@ class Corrections:
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}
         return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.copied_bytes)
 
-    def at_best(self) -> "Corrections":
-        """The corrections by which XLA orders the kernels so as to free values as early as it can.
-
-        What was compiled has no say in that.
-        """
-        moments = self.moments
-        best = moments and (lambda gone: tuple(moment.at_best() for moment in moments(gone)))
-        return Corrections(self.base_bytes, self.budget_bytes, best)
-
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""
-        beyond = total_bytes - self.base_bytes - candidate.saved_bytes + candidate.freed_bytes
+        beyond = total_bytes - self.base_bytes - candidate.peak_bytes
         is_mix = candidate.group_size > 1
         learned = replace(self, allows_mixes=total_bytes <= self.budget_bytes or not is_mix)
         if candidate.family.beyond_bytes is not None:

@@ -58,6 +58,11 @@ class LayerEstimate:
         return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in (without, always))
 
     @functools.cached_property
+    def everything(self) -> Decision:
+        """The decision that saves all that can be saved."""
+        return Decision(frozenset(v for op in self.problem.ops for v in op.outputs if self.problem.values[v].saveable))
+
+    @functools.cached_property
     def input_bytes(self) -> int:
         """Bytes of the layer's inputs, parameters included."""
         return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
@@ -159,26 +164,46 @@ class Candidate:
     """A policy for all layers that the planner may compile.
 
     Attributes:
-        layer: the estimate of a layer by which `cost_s` is computed.
         policy: the policy.
+        group: numbers of neighbouring layers, and what each of them saves. It is repeated over all layers. Where all have the
+            same policy, it has one layer.
+        family: the family from which its decisions are.
         saved_bytes: bytes that it saves on the device, in all layers.
         cost_s: seconds that it costs in all layers.
-        decision: what it saves in one layer; for a mix, what most layers of a group save.
-        family: the family from which its decisions are.
-        group_size: number of layers in a group of a mix. 1 where all layers have the same policy.
-        freed_bytes: bytes by which the working set is expected to be smaller than under `nothing`.
-        expected_bytes: bytes that its step is expected to take in addition to those of the full-remat step.
+        peak_bytes: bytes by which the peak is above that of the full-remat step, by what is known of that step alone.
+        expected_bytes: the same, corrected by compiled steps.
     """
 
-    layer: LayerEstimate
     policy: Policy
+    group: tuple[tuple[int, Decision], ...]
+    family: Family
     saved_bytes: int
     cost_s: float
-    decision: Decision
-    family: Family
-    group_size: int = 1
-    freed_bytes: int = 0
+    peak_bytes: int = 0
     expected_bytes: int = 0
+
+    @property
+    def group_size(self) -> int:
+        """Number of layers in the group."""
+        return sum(num_layers for num_layers, _ in self.group)
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """For each saved value, the share of the layers that save it."""
+        shares = dict[int, float]()
+        for num_layers, decision in self.group:
+            shares |= {v: shares.get(v, 0.0) + num_layers / self.group_size for v in decision.save}
+        return shares
+
+    def layer_s(self, layer: LayerEstimate) -> float:
+        """Seconds that it costs in a layer on average."""
+        costs = (num_layers * evaluate(layer.problem, decision).cost_s for num_layers, decision in self.group)
+        return sum(costs) / self.group_size
+
+    @property
+    def decision(self) -> Decision:
+        """What most layers of the group save."""
+        return max(self.group, key=lambda part: part[0])[1]
 
 
 def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:

@@ -25,12 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxremat.config import Objective
-from jaxremat.planner.candidates import named_policies
+from jaxremat.planner.candidates import named_decision
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.prices import FurtherBudget, Price, prices
-from jaxremat.planner.problem import Decision
 from jaxremat.planner.search import Place, Proposal, Search, Tried, find, possible
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy
@@ -216,23 +214,21 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
     """The plan of a compiled step, with its bound and its prices."""
     steps, place = search.steps, Place(answer.loss, answer.batch)
     base, layer = search.base(place), search.layer_at(answer.batch)
-    candidate, disputed = search.candidates.get((answer.policy, place)), search.disputed.get(answer.policy)
+    candidate = search.candidate_at(answer.policy, place)
     corrections = Corrections(base.total_bytes, steps.budget_bytes, base.moments)
     left_bytes = max(0, corrections.most_saved(layer))
     expected_bytes = recompute_s = None
     if candidate:
-        decision, recompute_s, expected_bytes = candidate.decision, candidate.cost_s, candidate.expected_bytes
-    elif disputed:
-        decision, evaluation = disputed, evaluate(layer.problem, disputed)
-        recompute_s, expected_bytes = (steps.num_layers * n for n in (evaluation.cost_s, evaluation.saved_bytes))
+        decision, expected_bytes = candidate.decision, candidate.expected_bytes
+        recompute_s = steps.num_layers * candidate.layer_s(layer)
     else:
-        saved = named_policies(layer).get(answer.policy, frozenset())
-        decision = Decision(frozenset(v for v in saved if layer.problem.values[v].saveable))
+        decision = named_decision(layer, answer.policy)
 
     def bound_s(further_bytes: int) -> float:
         return lower_bound(layer.hull, steps.num_layers, left_bytes + further_bytes)
 
-    is_right = all(one.saved_bytes <= left_bytes for one in search.fitting_candidates(place))
+    fitting = (search.candidate_at(step.policy, place) for step in search.fitting(place))
+    is_right = all(one is None or one.saved_bytes <= left_bytes for one in fitting)
     return Plan(
         policy=answer.policy,
         loss=answer.loss,

@@ -40,6 +40,8 @@ class Value:
         needed: whether the backward pass reads it.
         save_s: seconds that saving it costs in addition to its bytes times `Problem.save_s_per_byte`.
         is_copied: whether the backward pass of a layer copies the value out of the stack in which it is saved.
+        is_read_first: whether the layer's gradient reads the value before anything that is recomputed, and not later. Unrolled
+            layers have freed it then before their gradient takes the most memory.
         num_layers: number of layers whose bytes and seconds these are. It is above 1 only where a problem stands for several
             kinds of layers (`shared_budget.py`).
     """
@@ -51,6 +53,7 @@ class Value:
     needed: bool = False
     save_s: float = 0.0
     is_copied: bool = False
+    is_read_first: bool = False
     num_layers: int = 1
 
 

@@ -8,9 +8,9 @@ The loop compiles one after the other. The next one is always the one of the mos
 1. The full-remat step at a batch. Its bytes and seconds are those of everything around the layers. Before it is compiled,
    they are read off a straight line through those that are (`curve.py`). Two are compiled for each loss to begin with.
 2. Where two estimates of a layer disagree, the policy on which they disagree most. Its seconds say which estimate is right.
-3. The best choice of residuals in the bytes that are left (`candidates.py`), while it saves seconds that are worth a
-   compile. The bytes of a compiled candidate correct what is expected of the next ones, at other batches too
-   (`corrections.py`).
+3. The best choice of residuals in the bytes that are left (`candidates.py`), while it is expected to be faster than the
+   fastest compiled step that fits, by what a compile is worth. The bytes of a compiled candidate correct what is expected of
+   the next ones, at other batches too (`corrections.py`), and its seconds correct the prices of saving (`seconds.py`).
 4. The named policies that may fit, at the batch of the best step. The model may be wrong about `none`, and XLA decides.
 
 The loop ends where no step is expected to be faster than the best compiled one that fits by what a compile is worth. The
@@ -41,13 +41,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.planner.candidates import best_candidate, named_policies
+from jaxremat.planner.candidates import best_candidate, candidate_of, named_decision, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
-from jaxremat.planner.estimate import Candidate, LayerEstimate, policy_of
+from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.problem import Decision, union
+from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy
 from jaxremat.search.batch import spaced
@@ -64,7 +64,6 @@ SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
 _SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
 _WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
 _ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
-_ROOM = 0.01  # share of the budget that a compiled candidate leaves where XLA may do better than expected
 _SURELY_FITS = 0.97  # share of the budget that `none` is expected to take where it is compiled before any candidate
 
 
@@ -101,15 +100,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A step to compile.
-
-    `candidate` is the planner's own choice, where it is one. `is_hope` is true where it fits only if XLA does its best.
-    """
+    """A step to compile. `candidate` is the planner's own choice, where it is one."""
 
     policy: Policy
     place: Place
     candidate: Candidate | None = None
-    is_hope: bool = False
 
 
 @dataclass
@@ -128,9 +123,8 @@ class Search:
         tried: every compiled step, in order.
         curves: the full-remat step by batch, for each loss that has one.
         corrections: what compiled candidates say of bytes, by the place at which they were compiled.
-        hopes: the same for candidates that fit only if XLA does its best.
         candidates: those of the planner's own choices that were compiled.
-        disputed: what the policies save on which two estimates of a layer disagree.
+        disputed: the candidates on which two estimates of a layer disagree.
         estimate: which of the estimates of a layer is right: 0 for the first one.
         num_judged: alternatives that were compared with it.
         current: the place at which candidates are compiled.
@@ -150,9 +144,8 @@ class Search:
     tried: dict[tuple[Policy, str, int], Tried] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=dict)
     corrections: dict[Place, Corrections] = field(default_factory=dict)
-    hopes: dict[Place, Corrections] = field(default_factory=dict)
     candidates: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
-    disputed: dict[Policy, Decision] = field(default_factory=dict)
+    disputed: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     estimate: int = 0
     num_judged: int = 0
     current: Place | None = None
@@ -175,11 +168,39 @@ class Search:
 
     def layer_at(self, batch: int) -> LayerEstimate:
         """The layer at a batch, by the estimate that compiled steps agree with."""
+        return self._priced_at(batch)[0]
+
+    def _priced_at(self, batch: int) -> tuple[LayerEstimate, float]:
+        """`layer_at`, and the seconds that unrolled layers take beyond a scan's, by compiled steps."""
+        layer = self._estimate_at(batch)
+        key = ("priced", id(layer), len(self.tried), len(self.candidates))
+        if key not in self.memo:
+            self.memo[key] = corrected(layer, [*self._seen()])
+        return self.memo[key]
+
+    def _estimate_at(self, batch: int) -> LayerEstimate:
+        """The estimate of the layer that compiled steps agree with, with its own prices."""
         estimates = self._estimates_at(batch)
         if self.scanned:
-            right = self.scanned.layer_at(batch).assumption
+            right = self.scanned._estimate_at(batch).assumption
             return next((one for one in estimates if one.assumption == right), estimates[0])
         return estimates[self.estimate]
+
+    def _seen(self) -> Iterator[Seen]:
+        """The compiled candidates beside the seconds that were foreseen."""
+        num_layers = self.steps.num_layers
+        for (policy, place), candidate in (self.disputed | self.candidates).items():
+            if step := self.tried.get((policy, place.loss, place.batch)):
+                layer, step_s = self._estimate_at(place.batch), step.cost.step_s
+                values, shares = layer.problem.values, candidate.shares
+                foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - candidate.layer_s(layer))
+                saved_bytes = {v: num_layers * share * values[v].num_bytes for v, share in shares.items()}
+                is_beside_scan = (NOTHING, place.loss, place.batch) not in self.tried
+                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan)
+
+    def candidate_at(self, policy: Policy, place: Place) -> Candidate | None:
+        """The planner's own choice that was compiled as this policy, if it is one."""
+        return self.candidates.get((policy, place)) or self.disputed.get((policy, place))
 
     def _estimates_at(self, batch: int) -> tuple[LayerEstimate, ...]:
         """All estimates of the layer. They may be other ones after a full-remat step."""
@@ -203,14 +224,10 @@ class Search:
         scanned = self.scanned and self.scanned.tried.get(key)
         return scanned.cost if scanned else self.curves[place.loss].at(place.batch)
 
-    def fitting(self) -> Iterator[Tried]:
-        """The compiled steps that fit, at the batches to choose among."""
-        return (step for step in self.tried.values() if self.steps.fits(step.cost) and step.batch in self.batches)
-
-    def fitting_candidates(self, place: Place) -> list[Candidate]:
-        """The planner's own choices at a place whose compiled steps fit."""
-        here = [(self.tried[policy, at.loss, at.batch], one) for (policy, at), one in self.candidates.items() if at == place]
-        return [one for step, one in here if self.steps.fits(step.cost)]
+    def fitting(self, place: Place | None = None) -> Iterator[Tried]:
+        """The compiled steps that fit, at a place or at the batches to choose among."""
+        fits = (step for step in self.tried.values() if self.steps.fits(step.cost) and step.batch in self.batches)
+        return (step for step in fits if place is None or (step.loss, step.batch) == (place.loss, place.batch))
 
     def best(self) -> Tried | None:
         """The fastest compiled step that fits; of equally fast ones, that of the fewest bytes."""
@@ -270,43 +287,29 @@ class Search:
 
         Where unrolled layers have room for all values, `none` comes before the candidates.
         """
-        base, layer = self.base(place), self.layer_at(place.batch)
+        base, (layer, layout_s) = self.base(place), self._priced_at(place.batch)
         needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
         if needs_own:
             return Proposal(NOTHING, place)
         if not self._is_compiled(place):
             last = self.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
             return Proposal(NOTHING, replace(place, batch=min(place.batch, at_most(self.batches, _GROWTH * last))))
-        fits = [one.cost_s for one in self.fitting_candidates(place)]
-        if not layer.in_scan and self.named:
-            if none := self._named(place, _SURELY_FITS):
-                return none
-            done = self.tried.get((NONE, place.loss, place.batch))
-            fits += [self.steps.num_layers * self._named_cost(place, NONE)[1]] if done and self.steps.fits(done.cost) else []
-        if not fits and (dispute := self._dispute()):
-            return dispute
+        if not layer.in_scan and self.named and (none := self._named(place, _SURELY_FITS)):
+            return none
+        fits = {step.policy: step.cost.step_s for step in self.fitting(place)}
         here = [policy for policy, at in self.candidates if at == place]
-        if len(here) == self._max_candidates:
+        if not here and (layer.in_scan or NONE not in fits) and (dispute := self._dispute()):
+            return dispute
+        candidate = best_candidate(layer, self.steps.num_layers, self._corrections(place))
+        if candidate is None or candidate.policy in here or len(here) == self._max_candidates:
             return None
-        for is_hope, corrections in enumerate((self._corrections(place), *self._hopes(place))):
-            candidate = best_candidate(layer, self.steps.num_layers, corrections)
-            if candidate is None or candidate.policy in here:
-                continue
-            if not fits or min(fits) - candidate.cost_s >= _WORTH * base.step_s:
-                return Proposal(candidate.policy, place, candidate, bool(is_hope))
-        return None
-
-    def _hopes(self, place: Place) -> list[Corrections]:
-        """What XLA may do at best, where the compiled candidates leave room.
-
-        It is empty where nothing is known of moments.
-        """
-        corrections, budget_bytes = self._corrections(place), self.steps.budget_bytes
-        compiled = (self.tried[policy, at.loss, at.batch].cost for policy, at in self.candidates if at == place)
-        most = max((cost.total_bytes for cost in compiled if self.steps.fits(cost)), default=budget_bytes)
-        if corrections.moments is None or self.scanned or most > (1 - _ROOM) * budget_bytes:
-            return []
-        return [self.hopes.get(place) or corrections.at_best()]
+        foreseen_s = base.step_s + layout_s - self.steps.num_layers * layer.nothing_s
+        fastest = [*fits.values()]
+        if NONE in fits and not layer.in_scan:  # what is wrong about both seconds makes no difference
+            fastest.append(foreseen_s + self.steps.num_layers * evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
+        if fastest and min(fastest) - foreseen_s - candidate.cost_s < _WORTH * base.step_s:
+            return None
+        return Proposal(candidate.policy, place, candidate)
 
     def _corrections(self, place: Place) -> Corrections:
         base = self.base(place)
@@ -323,16 +326,15 @@ class Search:
             policies = [policy for policy in policies if policy == NONE]
         limit_bytes = share * self.steps.budget_bytes - self.base(place).total_bytes
         new = (policy for policy in policies if (policy, place.loss, place.batch) not in self.tried)
-        found = next((policy for policy in new if self._named_cost(place, policy)[0] <= limit_bytes), None)
+        found = next((policy for policy in new if self._named_bytes(place, policy) <= limit_bytes), None)
         return found and Proposal(found, place)
 
-    def _named_cost(self, place: Place, policy: Policy) -> tuple[int, float]:
-        """Bytes of a named policy beyond full remat's, and the seconds that it costs in a layer."""
+    def _named_bytes(self, place: Place, policy: Policy) -> int:
+        """Bytes of a named policy beyond full remat's."""
         layer, num_layers = self.layer_at(place.batch), self.steps.num_layers
-        saved = named_policies(layer).get(policy, frozenset())
-        decision = Decision(frozenset(v for v in saved if layer.problem.values[v].saveable))
-        saved_bytes = self._corrections(place).at_peak(layer, decision, dict.fromkeys(saved, 1.0), num_layers)
-        return saved_bytes, evaluate(layer.problem, decision).cost_s
+        decision = named_decision(layer, policy)
+        saved = dict.fromkeys(named_policies(layer).get(policy, ()), 1.0)
+        return self._corrections(place).at_peak(layer, decision, saved, num_layers)
 
     def _of_least_bytes(self) -> Proposal | None:
         """Where no batch is expected to fit: the policies of the least bytes, at the smallest one."""
@@ -370,10 +372,7 @@ class Search:
             self._extend(place, cost)
         if candidate := proposal.candidate:
             self.current = place
-            if proposal.is_hope:
-                self.hopes[place] = self._hopes(place)[0].learn(candidate, cost.total_bytes)
-            else:
-                self.corrections[place] = self._corrections(place).learn(candidate, cost.total_bytes)
+            self.corrections[place] = self._corrections(place).learn(candidate, cost.total_bytes)
             self.candidates[policy, place] = candidate
         return None
 
@@ -421,15 +420,15 @@ class Search:
         points = self.curves[self.losses[0]].points
         at = next((point.batch for point in points if point.batch and self.steps.fits(point.cost)), None)
         while at and self.num_judged < len(others):
-            first, other, place = self.layer_at(self.reference), others[self.num_judged], Place(self.losses[0], at)
+            first, other, place = self._estimate_at(self.reference), others[self.num_judged], Place(self.losses[0], at)
             base, scale = self.base(place), self.steps.num_layers * place.batch / self.reference
-            decision, policy = _largest_dispute(first, other)
-            self.disputed[policy] = decision
-            saved_s, other_s = (scale * (one.nothing_s - evaluate(one.problem, decision).cost_s) for one in (first, other))
+            most = _largest_dispute(first, other, self.steps.num_layers)
+            self.disputed[most.policy, place] = most
+            saved_s, other_s = (scale * (one.nothing_s - most.layer_s(one)) for one in (first, other))
             if abs(saved_s - other_s) >= _SAME_SPEED * base.step_s:
-                done = self.tried.get((policy, place.loss, place.batch))
+                done = self.tried.get((most.policy, place.loss, place.batch))
                 if done is None:
-                    return Proposal(policy, place)
+                    return Proposal(most.policy, place)
                 compiled_s = base.step_s - done.cost.step_s
                 if abs(compiled_s - other_s) < abs(compiled_s - saved_s):
                     self.estimate = self.num_judged + 1
@@ -589,21 +588,14 @@ def _bytes_per_sequence(steps: Steps) -> float:
     return (large - small) / REFERENCE_BATCH
 
 
-def _largest_dispute(layer: LayerEstimate, other: LayerEstimate) -> tuple[Decision, Policy]:
-    """The decision on whose saved seconds two estimates differ most, and its policy.
+def _largest_dispute(layer: LayerEstimate, other: LayerEstimate, num_layers: int) -> Candidate:
+    """The candidate of the hulls of `other` on whose saved seconds two estimates differ most."""
 
-    It is one of the hulls of `other`.
-    """
+    def difference_s(candidate: Candidate) -> float:
+        return abs((layer.nothing_s - candidate.layer_s(layer)) - (other.nothing_s - candidate.layer_s(other)))
 
-    def difference_s(decision: Decision) -> float:
-        return abs(
-            (layer.nothing_s - evaluate(layer.problem, decision).cost_s)
-            - (other.nothing_s - evaluate(other.problem, decision).cost_s)
-        )
-
-    found = [(union(point.decision, one.always), one.attention) for one in other.families for point in one.hull]
-    decision, attention = max(found, key=lambda one: difference_s(one[0]))
-    return decision, policy_of(layer, decision, attention)
+    found = (candidate_of(other, one, point, num_layers) for one in other.families for point in one.hull)
+    return max(found, key=difference_s)
 
 
 def _enough(reached: list[Place]) -> float:

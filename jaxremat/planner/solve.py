@@ -1,4 +1,4 @@
-"""Finds the values of a layer to save: exactly, as a 0/1 program, or greedily, to compare.
+"""Finds the values of a layer to save, exactly, as a 0/1 program.
 
 A chain x -> a -> b -> c, of which the backward pass needs all three values:
 
@@ -20,7 +20,6 @@ Management Science 22). With them it is a knapsack problem over cuts, and HiGHS 
 
 import graphlib
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,13 +45,11 @@ class Solution:
         decision: always legal and within the budgets.
         optimal: whether no other decision within the budgets costs less (to 1e-9 of the cost of recomputing everything).
         gap: the largest share of its cost that a better decision could save. 0 where `optimal`.
-        seconds: seconds that solving took.
     """
 
     decision: Decision
     optimal: bool
     gap: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -81,51 +78,21 @@ def solve(
         max_offload_bytes: bytes of host memory for its offloaded values.
         rows: further budgets of the device's memory.
         time_limit_s: seconds for solving. When they are over, the best decision so far is returned, with the gap that remains.
-            If there is none so far, it is the greedy decision.
+            If there is none so far, it saves nothing.
 
     Raises:
         ValueError: a budget is negative.
     """
     if budget_bytes < 0 or max_offload_bytes < 0:
         raise ValueError(f"budgets count bytes from 0 up, got {budget_bytes} and {max_offload_bytes}")
-    start = time.perf_counter()
     budgets = [Row(tuple(value.num_bytes for value in problem.values), budget_bytes), *rows]
     program = _make_program(problem, budgets, max_offload_bytes)
     found = _run(program, time_limit_s)
-    if found.decision is None:
-        decision = solve_greedy(problem, min(row.budget_bytes for row in budgets))
-    else:
-        decision = _without_unread(problem, found.decision)
+    decision = _without_unread(problem, found.decision or Decision())
     cost_s = evaluate(problem, decision).cost_s
     excess_s = cost_s - found.bound_s
     optimal = excess_s <= _PROVED * program.everything_s
-    return Solution(decision, optimal, 0.0 if optimal else excess_s / cost_s, time.perf_counter() - start)
-
-
-def solve_greedy(problem: Problem, budget_bytes: int) -> Decision:
-    """Saves one value after another, each time the one that takes off the most seconds per byte.
-
-    It ends where no value helps or fits. The result is not proved to be the best, and it offloads nothing.
-
-    Raises:
-        ValueError: the budget is negative.
-    """
-    if budget_bytes < 0:
-        raise ValueError(f"a budget counts bytes from 0 up, got {budget_bytes}")
-    groups = [g for g in _value_groups(problem) if all(problem.values[v].saveable for v in g)]
-    decision = Decision()
-    now = evaluate(problem, decision)
-    while True:
-        best, best_gain = decision, 0.0
-        for group in groups:
-            larger = Decision(decision.save.union(group))
-            after = evaluate(problem, larger)
-            gain = (now.cost_s - after.cost_s) / max(1, after.saved_bytes - now.saved_bytes)
-            if after.saved_bytes <= budget_bytes and gain > best_gain:
-                best, best_gain = larger, gain
-        if best == decision:
-            return decision
-        decision, now = best, evaluate(problem, best)
+    return Solution(decision, optimal, 0.0 if optimal else excess_s / cost_s)
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,19 @@ class Moment:
     Attributes:
         total_bytes: the total bytes of the step if this moment were its peak.
         layers: by the prefix of the kind, how many layers would have what they save in memory.
+        unread: the same, for what the layer's gradient reads first (`Value.is_read_first`).
     """
 
     total_bytes: int
     layers: Mapping[str, int]
+    unread: Mapping[str, int]
 
     def saved_bytes(self, value: Value) -> int:
-        """Bytes that the value takes in all layers that are live."""
-        prefix = max((prefix for prefix in self.layers if value.name.startswith(prefix)), key=len, default=None)
-        times = max(self.layers.values(), default=0) if prefix is None else self.layers[prefix]
+        """Bytes that the value takes in all layers in which it is live."""
+        layers = self.unread if value.is_read_first else self.layers
+        prefix = max((prefix for prefix in layers if value.name.startswith(prefix)), key=len, default=None)
+        times = max(layers.values(), default=0) if prefix is None else layers[prefix]
         return times * value.num_bytes // value.num_layers
-
-    def at_best(self) -> "Moment":
-        """The moment if XLA frees what a layer has saved before its own gradient's peak."""
-        own = next((prefix for prefix in [*self.layers][::-1] if self.layers[prefix]), None)
-        return self if own is None else replace(self, layers={**self.layers, own: self.layers[own] - 1})
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,3 @@ class Steps:
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""
         return cost.total_bytes <= self.budget_bytes
-
-    def rank(self, cost: Cost) -> tuple[bool, float, int]:
-        """A sort key: steps that fit come first, by seconds and then by bytes.
-
-        Steps that don't fit follow, by bytes.
-        """
-        return (False, cost.step_s, cost.total_bytes) if self.fits(cost) else (True, cost.total_bytes, 0)

@@ -3,7 +3,8 @@
 Full remat recomputes a layer's forward pass in the backward pass. A policy that saves a value adds the value's bytes from
 the layer's forward pass to its backward pass, and it takes bytes away: what is no longer recomputed no longer lies in memory
 while the layer's gradient runs. A scan has its layers' values until its last iteration. Unrolled layers free theirs one by
-one, so where the gradient of the first layers needs the most memory, nothing is left of what the last layers saved.
+one, so where the gradient of the first layers needs the most memory, nothing is left of what the last layers saved. Values that
+a layer's gradient reads first are freed when it has begun.
 
 Example: of two layers `a` and `b`, the gradient of `a` needs 100 MiB and that of `b` needs 60 MiB. While that of `b` runs,
 what both saved is live, and then what `a` saved. So there are two moments: 60 MiB beside both layers, and 100 MiB beside
@@ -65,6 +66,7 @@ class _Timeline:
         at: by position, the names of the recomputed values that are made there. Positions that make anything else have none.
         slices: the slices of stacks.
         alive: by kind, how many layers have what they saved in memory, at each position.
+        unread: the same, for what a layer's gradient reads first.
     """
 
     num_positions: int
@@ -75,6 +77,7 @@ class _Timeline:
     at: dict[int, frozenset[str]]
     slices: tuple[_Slice, ...]
     alive: dict[str, np.ndarray]
+    unread: dict[str, np.ndarray]
 
     def moments(self, gone: Collection[str], total_bytes: int) -> Iterator[Moment]:
         """The moments without these names.
@@ -82,7 +85,7 @@ class _Timeline:
         None of them has fewer bytes and fewer live layers than another one.
         """
         live, least = self._live(frozenset(map(_common_name, gone))), int(self._live(frozenset()).max())
-        layers = np.stack([*self.alive.values()])
+        layers = np.stack([*self.alive.values(), *self.unread.values()])
         found, start = dict[tuple[int, ...], int](), 0
         for end in [*(np.flatnonzero((layers[:, 1:] != layers[:, :-1]).any(axis=0)) + 1), self.num_positions]:
             counts = tuple(int(n) for n in layers[:, start])
@@ -91,7 +94,9 @@ class _Timeline:
         for counts, most in found.items():
             others = ((other, high) for other, high in found.items() if other != counts)
             if not any(high >= most and all(a >= b for a, b in zip(other, counts, strict=True)) for other, high in others):
-                yield Moment(total_bytes + min(0, most - least), dict(zip(self.alive, counts, strict=True)))
+                alive, unread = counts[: len(self.alive)], counts[len(self.alive) :]
+                both = (dict(zip(self.alive, of, strict=True)) for of in (alive, unread))
+                yield Moment(total_bytes + min(0, most - least), *both)
 
     def _live(self, gone: frozenset[str]) -> np.ndarray:
         """Live bytes at each position."""
@@ -119,7 +124,9 @@ def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[EqualLayers]) 
     for n, buffer in enumerate(buffers):
         operation = map.program[buffer.first]
         if buffer.category == "recompute":
-            prefixes = [prefix for prefix, found in windows.items() if any(a <= buffer.first <= b for _, a, b in found)]
+            prefixes = [
+                prefix for prefix, found in windows.items() if any(one.gradient <= buffer.first <= one.last for one in found)
+            ]
             names = {_common_name(prefix + buffer.label.removeprefix(prefix)) for prefix in prefixes or windows}
             for name in names:
                 recomputed[name].append(n)
@@ -128,13 +135,13 @@ def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[EqualLayers]) 
             positions_of_others.add(buffer.first)
         if operation.op_name.endswith("/dynamic_slice"):
             slices.append(_Slice(n, tuple(position for position in readers[operation.name] if position <= buffer.last)))
-    alive = {kind.prefix: np.zeros(len(map.program), np.int64) for kind in kinds}
+    alive, unread = ({kind.prefix: np.zeros(len(map.program), np.int64) for kind in kinds} for _ in range(2))
     for kind in kinds:
         found, num_layers = windows[kind.prefix], kind.num_layers
         is_by_layer = len(found) == num_layers and not kind.layer.in_scan
-        each = found if is_by_layer else [(min(w[0] for w in found), 0, max(w[2] for w in found))] * num_layers
-        for start, _, end in each:
-            alive[kind.prefix][start : end + 1] += 1
+        for window in found if is_by_layer else [_whole(found)] * num_layers:
+            alive[kind.prefix][window.saved : window.last + 1] += 1
+            unread[kind.prefix][window.saved : window.gradient or window.last + 1] += 1
     return _Timeline(
         num_positions=len(map.program),
         first=np.array([buffer.first for buffer in buffers], np.int64),
@@ -144,11 +151,35 @@ def _timeline(map: MemoryMap, module: hlo.Module, kinds: Sequence[EqualLayers]) 
         at={position: frozenset(names) for position, names in made.items() if position not in positions_of_others},
         slices=tuple(slice for slice in slices if slice.readers),
         alive=alive,
+        unread=unread,
     )
 
 
-def _windows(map: MemoryMap, kinds: Sequence[EqualLayers]) -> dict[str, list[tuple[int, int, int]]]:
-    """Where each layer or scan begins, and where its gradient begins and ends, by kind.
+@dataclass(frozen=True)
+class _Window:
+    """Where a layer or a scan saves what it saves, and where it is read.
+
+    Attributes:
+        first: the first position of its forward pass.
+        saved: the position after its forward pass.
+        gradient: the first position of its gradient. 0 where the gradients of single layers aren't known.
+        last: the last position of its gradient.
+    """
+
+    first: int
+    saved: int
+    gradient: int
+    last: int
+
+
+def _whole(windows: Sequence[_Window]) -> _Window:
+    """One window in place of several, in which everything is saved from the beginning."""
+    first = min(one.first for one in windows)
+    return _Window(first, first, 0, max(one.last for one in windows))
+
+
+def _windows(map: MemoryMap, kinds: Sequence[EqualLayers]) -> dict[str, list[_Window]]:
+    """The windows of each kind of layers.
 
     A kind that can't be told from others by the scopes of its layers has what it saves in memory all the time.
     """
@@ -168,12 +199,12 @@ def _windows(map: MemoryMap, kinds: Sequence[EqualLayers]) -> dict[str, list[tup
         else:
             runs.append((scopes, first, last))
     forward = [(position, operation.op_name) for position, operation in enumerate(map.program[: whole[0]])]
-    by_kind = defaultdict[str, list[tuple[int, int, int]]](list)
+    by_kind = defaultdict[str, list[_Window]](list)
     for scopes, first, last in runs:
         own = scopes.rpartition("/")[2]
-        begins = (position for position, name in forward if f"/{own}/" in name and "transpose(" not in name)
-        by_kind[re.sub(r"_?\d*\)*$", "", own.rpartition("(")[2])].append((next(begins, 0), first, last))
-    everywhere = [(0, 0, runs[-1][2] if runs else len(map.program) - 1)]
+        passes = [position for position, name in forward if f"/{own}/" in name and "transpose(" not in name] or [0]
+        by_kind[re.sub(r"_?\d*\)*$", "", own.rpartition("(")[2])].append(_Window(passes[0], passes[-1] + 1, first, last))
+    everywhere = [_Window(0, 0, 0, runs[-1][2] if runs else len(map.program) - 1)]
     if len(kinds) == 1:
         return {kinds[0].prefix: [window for found in by_kind.values() for window in found] or everywhere}
     named = {kind.prefix: by_kind.get(re.sub(r"_?\d*/$", "", kind.prefix), everywhere) for kind in kinds}

@@ -1,0 +1,84 @@
+"""What compiled steps say of the seconds that saving takes off a step: by hand, and in plans whose model is wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.problem import Op, Problem, Value
+from jaxremat.planner.seconds import Seen, corrected
+from jaxremat.planner.steps import Cost, Steps
+from jaxremat.policy.spec import NOTHING, Names, Policy
+from tests.small_problems import solve_by_trying_all
+
+NAMES = ("up", "gate", "act")
+
+
+def layer(seconds: float = 4.0) -> LayerEstimate:
+    """Results of two matmuls and one of another operation, of equal bytes."""
+    values = (Value("x", 8, saveable=False), *(Value(name, 8, needed=True) for name in NAMES))
+    kinds = ("mlp/up/dot_general", "mlp/gate/dot_general", "mlp/tanh")
+    ops = tuple(Op(kind, (0,), (n + 1,), seconds) for n, kind in enumerate(kinds))
+    return LayerEstimate(Problem(values, ops, (0,), 0.0, 1.0), {n + 1: name for n, name in enumerate(NAMES)}, in_scan=False)
+
+
+def test_a_step_says_most_of_what_it_saves():
+    """The example of `planner/seconds.py`."""
+    of_layer, layout_s = corrected(layer(), [Seen({1: 8}, 3.0, step_s=1.0)])
+    assert [value.save_s for value in of_layer.problem.values] == pytest.approx([0, 3, 2, 1], rel=1e-3)
+    assert layout_s == 0
+    assert corrected(layer(), []) == (layer(), 0.0)
+
+
+def test_further_steps_tell_values_apart():
+    seen = [Seen({1: 8}, 3.0, 1.0), Seen({1: 8, 2: 8}, 3.0, 1.0), Seen({3: 8}, 0.5, 1.0)]
+    of_layer, _ = corrected(layer(), seen)
+    assert [value.save_s for value in of_layer.problem.values] == pytest.approx([0, 3, 0, 0.5], rel=1e-2, abs=1e-2)
+
+
+def test_no_price_is_below_nothing():
+    of_layer, _ = corrected(layer(), [Seen({1: 8}, -3.0, 1.0)])
+    assert {value.save_s for value in of_layer.problem.values} == {0.0}
+
+
+def test_a_difference_between_layouts_is_none_of_a_value():
+    """Both steps take 5 s more than those of a scan were foreseen to, whatever they save."""
+    seen = [Seen({1: 8}, 5.0, 100.0, is_beside_scan=True), Seen({1: 16}, 5.0, 100.0, is_beside_scan=True)]
+    of_layer, layout_s = corrected(layer(0.01), seen)
+    assert layout_s == pytest.approx(5.0, rel=0.01)
+    assert max(value.save_s for value in of_layer.problem.values) < 0.01
+
+
+@pytest.mark.parametrize("slow", ["up", "act"])
+def test_what_saves_less_than_foreseen_gives_way(monkeypatch, slow):
+    """There is room for two of three values. Saving one of them saves nothing: the plan saves the other two."""
+    solve_by_trying_all(monkeypatch)
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        saved = policy.save if isinstance(policy, Names) else ()
+        return Cost(1000 + 8 * len(saved), 30.0 - sum(4.0 * (name != slow) for name in saved))
+
+    found = find_plan(Steps(lambda batch: layer(), compiled, 1, 1016), losses=("",), batch=1, named=False)
+    assert isinstance(found, Plan)
+    assert isinstance(found.policy, Names)
+    assert {*found.policy.save} == {*NAMES} - {slow}
+    assert len(found.tried) <= 4
+    assert found.bound_s is not None
+    assert found.recompute_s is not None
+    assert found.bound_s <= found.recompute_s * (1 + 1e-9)
+
+
+def test_no_candidate_is_compiled_that_is_expected_to_be_slower(monkeypatch):
+    """Saving anything costs time. One candidate shows it."""
+    solve_by_trying_all(monkeypatch)
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        saved = policy.save if isinstance(policy, Names) else ()
+        return Cost(1000 + 8 * len(saved), 100.0 + 4 * len(saved))
+
+    of_layer = replace(layer(), in_scan=True)
+    found = find_plan(Steps(lambda batch: of_layer, compiled, 1, 1024), losses=("",), batch=1, named=False)
+    assert isinstance(found, Plan)
+    assert found.policy == NOTHING
+    assert len(found.tried) == 2
