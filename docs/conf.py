@@ -14,7 +14,10 @@ import jaxremat
 project = "jaxremat"
 copyright = "the jaxremat authors, Apache-2.0"
 release = jaxremat.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_selector = (
+    "div.highlight-bash pre, div.highlight-python pre, div.highlight-py pre, div.highlight-toml pre, div.highlight-yaml pre"
+)
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"jaxremat {release}"
