@@ -263,7 +263,8 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -
             lines.append(f"  {where}: {gib(was)} became {gib(after)}, {signed_gib(after - was)}{share}")
     former = {(one.category, one.label): one.num_bytes for one in before.at_peak}
     changes = [(one.num_bytes - former.get((one.category, one.label), 0), one) for one in now.at_peak]
-    grown = sorted((change for change in changes if change[0] > 0), key=lambda change: -change[0])
+    least = max(1, (now.total_bytes - before.total_bytes) // 1000)  # of a buffer that explains something
+    grown = sorted((change for change in changes if change[0] >= least), key=lambda change: -change[0])
     lines += ["At the peak on the device these grew:"] if grown else []
     for growth, one in grown[:_NUM_SHOWN]:
         was = former.get((one.category, one.label))

@@ -77,6 +77,12 @@ def test_the_message_names_what_grew_with_its_line():
     assert "gaps" not in text
 
 
+def test_what_hardly_grew_is_not_named():
+    grown = (Holding("residuals", "a", "model.py:1", 10**6), Holding("outputs", "b", "", 900))
+    text = _grown("test_a", PLACES, Baseline(10**6, 0, (), {}), Baseline(2 * 10**6, 0, grown, {}))
+    assert ("residuals" in text, "outputs" in text) == (True, False)
+
+
 def test_a_missing_baseline_shows_that_of_another_jax():
     text = _missing("a", ("jax 0.12.0", "h100-80gb"), BEFORE, {"jax 0.10.2": {"h100-80gb": {"a": BEFORE}}}, Path("b.json"))
     assert "jax 0.10.2" in text

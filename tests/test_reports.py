@@ -29,7 +29,13 @@ from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_no_fi
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
 from jaxremat.report.saved import saved_sentences
-from jaxremat.report.sentences import attached_sentences, job_sentences, largest_sentence, no_suggestion_sentence
+from jaxremat.report.sentences import (
+    attached_sentences,
+    job_sentences,
+    largest_sentence,
+    no_suggestion_sentence,
+    own_sentences,
+)
 from jaxremat.report.steps import predicted_title, step_title
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
 from jaxremat.report.training import TrainingPrinter
@@ -178,6 +184,11 @@ def test_policies_beside_the_author_s_own_checkpoints(snapshot):
         printer.row(row)
     printer.all_done()
     assert paper.show().splitlines()[-2:] == snapshot
+
+
+def test_a_policy_of_the_same_bytes_as_the_author_s_checkpoints():
+    (said,) = own_sentences([step("own", 8, 0.011), step("dots", 8, 0.01)])
+    assert said.endswith("and takes as many bytes as it.")
 
 
 @pytest.mark.parametrize("host", [None, 12 * GIB], ids=["device", "host"])

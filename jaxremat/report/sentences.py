@@ -210,7 +210,8 @@ def own_sentences(rows: Sequence[StepRecord]) -> list[str]:
         return []
     own, best, share = found.own, found.best, found.faster
     saved = (own.total_bytes or 0) - (best.total_bytes or 0)
-    size = f"{gib(abs(saved))} {'less' if saved > 0 else 'more'} than"
+    more = f"{gib(abs(saved))} {'less' if saved > 0 else 'more'} than"
+    size = "as many bytes as" if gib(abs(saved)) == gib(0) else more
     name = f"{policy_text(best)} at batch {batch_text(best)}" if best.batch != own.batch else policy_text(best)
     beside = f"own, the checkpoints as written, at batch {batch_text(own)}"
     if not own.fits:
