@@ -322,7 +322,7 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
     monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
     other = planned()
     assert (parse(other.policy).offloads, other.disabled_pass) == (False, None)
-    assert code_to_paste(other) == [f'loss = jaxremat.with_policy(loss, "{other.policy}")']
+    assert code_to_paste(other)[0] == f'loss = jaxremat.with_policy(loss, "{other.policy}")'
 
 
 # That it changes no result.

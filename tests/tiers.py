@@ -15,8 +15,8 @@ import pytest
 
 from jaxremat.xla.results import SIZE
 
-#: Seconds that one program of a fast test may take to compile: a single operation, or a small function. A step takes longer.
-MOST_COMPILING = 1.0
+#: Seconds that one program of a fast test may take to compile on a slow and busy machine: one operation, or a small function.
+MOST_COMPILING = 3.0
 #: The functions whose programs were compiled in this process since the running test began, and the seconds that each took.
 _compiled: list[tuple[str, float]] = []
 

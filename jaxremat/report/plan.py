@@ -63,8 +63,8 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
 
 def _made_at(plan: PlanRecord) -> list[str]:
     """Where a user's own model makes the values that the plan saves or offloads by name."""
-    names = parse(plan.policy).names() if plan.loss == OWN_LOSS else ()
-    lines = [f"  {name} is made at {short_source(plan.sources[name])}" for name in names if name in plan.sources]
+    names, sources = parse(plan.policy).names() if plan.loss == OWN_LOSS else (), plan.sources or {}
+    lines = [f"  {name} is made at {short_source(sources[name])}" for name in names if name in sources]
     further = f"  and {len(lines) - _SHOWN_LAYERS + 1} further names (--json has all)"
     return lines if len(lines) <= _SHOWN_LAYERS else [*lines[: _SHOWN_LAYERS - 1], further]
 
@@ -143,11 +143,11 @@ def price_table(plan: PlanRecord) -> Table:
 
     The tensors are sorted by saved seconds per byte, the largest first.
     """
-    rows = []
+    rows, sources = [], plan.sources or {}
     for one in plan.prices:
         where = "yes" if one.is_saved else "on host" if one.is_offloaded else ""
         ratio = number(one.num_bytes / 2**20 / (1e3 * one.saved_s))
-        source = short_source(plan.sources.get(one.name.partition(" ")[0], ""))
+        source = short_source(sources.get(one.name.partition(" ")[0], ""))
         rows.append((one.name, where, gib_number(one.num_bytes), f"{1e3 * one.saved_s:.3f}", ratio, source))
     has_kinds = any(": " in layer for layer in plan.layers)
     layers = "all layers of its kind" if has_kinds else f"all {len(plan.layers)} layers"

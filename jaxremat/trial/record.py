@@ -12,7 +12,7 @@ since `trial/plan_file.py` compares it, and a value that this version doesn't al
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxremat.chips.chip import Matmuls
@@ -370,8 +370,8 @@ class PlanRecord(AnyRecord):
     tried: tuple[TriedStep, ...]
     disabled_pass: str | None = None
     as_config: tuple[str, ...] | None = None
-    as_code: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
+    as_code: tuple[str, ...] | None = None
+    sources: Mapping[str, str] | None = None
     num_compiles: int
     config: dict[str, Any]
     versions: dict[str, str | None]
