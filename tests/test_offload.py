@@ -322,7 +322,9 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
     monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
     other = planned()
     assert (parse(other.policy).offloads, other.disabled_pass) == (False, None)
-    assert code_to_paste(other)[0] == f'loss = jaxremat.with_policy(loss, "{other.policy}")'
+    given = f'loss = jaxremat.with_policy(loss, "{other.policy}")'
+    assert other.as_code
+    assert code_to_paste(other) == [given, "# or in the model itself, around a layer:", *other.as_code]
 
 
 # That it changes no result.

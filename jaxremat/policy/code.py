@@ -97,8 +97,8 @@ def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *arg
     """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
-    traces, or else `jax`. There are no lines where the
-    policy has names that the author didn't write: nobody could paste them. For a loss of Flax NNX and the policy `dots`:
+    traces, or else `jax`. There are no lines where the policy has names that the author didn't write: nobody could paste them.
+    For a loss of Flax NNX and the policy `dots`:
 
         call = lambda block, x: block(x)
         call = nnx.remat(call, policy=jax.checkpoint_policies.dots_saveable)

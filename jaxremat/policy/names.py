@@ -122,7 +122,7 @@ class WrittenName:
         name: the name.
         scope: JAX's name stack of the `checkpoint_name` call.
         made_by: the name stack and the operation that made the value. Empty for an input of the loop body or function.
-        made_at: `file:line` of that operation in the user's code. Empty where JAX has no traceback.
+        made_at: `file:line` of that operation outside of JAX, as XLA has it. Empty where JAX has no traceback.
         num_elements: of the value.
         result: its position among the results of that operation.
         users_line: `file:line` in the user's own code that leads to that operation, where `made_at` may be in a library.
