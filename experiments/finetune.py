@@ -61,8 +61,8 @@ def row_of(model: str, target: str, mesh: str, way: str, flags: Flags) -> Row:
     row |= {"largest_batch": 0, "tokens_per_s": None, "mfu": None}
     if first.fits:
         answer = session.largest_batch(flags.policy)
-        row |= {"largest_batch": answer.largest_batch}
-        row |= {"tokens_per_s": answer.trials[-1].tokens_per_s, "mfu": answer.trials[-1].mfu}
+        largest = next(trial for trial in answer.trials if trial.batch == answer.largest_batch)
+        row |= {"largest_batch": largest.batch, "tokens_per_s": largest.tokens_per_s, "mfu": largest.mfu}
     return row
 
 

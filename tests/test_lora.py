@@ -330,7 +330,7 @@ def test_a_training_begins_with_weights_and_resumes(tmp_path):
 
 @pytest.mark.full
 def test_parameters_of_four_bits_are_trained_or_rejected_before_anything_is_compiled(tmp_path):
-    """A training has them with jax 0.12, and not with jax 0.10."""
+    """A training has them with jax 0.11 and later, and not with jax 0.10."""
     flags = (
         "--model",
         "tiny",

@@ -281,7 +281,6 @@ def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool
         UsageError: the workload can't be trained.
     """
     from jaxremat.session.answers import trials_of
-    from jaxremat.step.inputs import rejects_four_bits
     from jaxremat.xla.options import repeatable_options
 
     trials = trials_of(session, requested, (lambda text: None) if quiet else note)
@@ -300,15 +299,9 @@ def trials_to_train(session: Session, requested: RequestedPolicy, *, quiet: bool
         )
     if weights and not weights.exists():
         raise UsageError(f"--weights {weights}: there is no such file or folder", next_step="a folder of save_pretrained")
-    if rejects_four_bits(workload, trials.target.device):
-        raise UsageError(
-            f"{name} has parameters of 4 bits, which this jax can't train",
-            allowed="parameters of 4 bits with jax 0.12, and others with any jax",
-            cause="jax 0.10 takes them for arrays of another layout where it calls a compiled step",
-            next_step="--quantize-base int8, or pip install -U jax",
-        )
     if obstacle := workload.obstacle_to_running:
-        raise UsageError(f"{name} can't be trained", cause=obstacle.partition(";")[0], next_step="give init=")
+        why, _, remedy = obstacle.partition("; ")
+        raise UsageError(f"{name} can't be trained", cause=why, next_step=remedy)
     return replace(trials, options=repeatable_options(trials.target, folder.path / "autotuned" if folder else None))
 
 

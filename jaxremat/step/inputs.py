@@ -47,22 +47,6 @@ def first_state(
     return jax.jit(lambda params: init_state(workload, train, params), donate_argnums=0, out_shardings=shardings)(params)
 
 
-def rejects_four_bits(workload: Workload, device: Any) -> bool:
-    """Whether the workload has parameters of 4 bits, which this jax rejects.
-
-    jax 0.10 does, where they are arguments of a compiled step: it compares their layout, which says nothing of the bits, with the
-    program's, which does.
-    """
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(workload.abstract_params)} & {jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4)}
-    for dtype in dtypes:
-        array = jax.device_put(np.zeros(2, dtype), device)
-        try:
-            jax.jit(lambda x: x + x).lower(array).compile()(array)
-        except ValueError:
-            return True
-    return False
-
-
 def placed(tree: Any, shardings: Any) -> Any:
     """A tree of arrays that this process has whole, on a mesh.
 

@@ -350,9 +350,15 @@ class Workload:
 
     @property
     def obstacle_to_running(self) -> str:
-        """Why the step can't be run, only compiled. Empty where it can be run."""
+        """Why the step can't be run, only compiled, and after a semicolon what helps. Empty where it can be run.
+
+        jax 0.10 takes parameters of 4 bits for arrays of another layout, where it calls a compiled step.
+        """
         if self.loss is None:
             return "" if is_concrete(self.args) else "its args are shapes; give arrays to have it run"
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(self.abstract_params)}
+        if dtypes & {jnp.dtype(jnp.int4), jnp.dtype(jnp.uint4)} and jax.__version_info__ < (0, 11):
+            return "this jax can't run parameters of 4 bits; pip install -U jax, or give 8 bits (--quantize-base int8)"
         if self.init is not None or is_concrete(self.params):
             return ""
         return "its params are shapes; give init=, or arrays, to have it run"
