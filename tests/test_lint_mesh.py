@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxremat
@@ -213,6 +214,52 @@ def test_a_kernel_that_is_made_of_several_parameters_is_gathered_again():
     joined = [replace(exchange, arguments=("params/k", "params/q")) for exchange in facts.exchanges]
     (found,) = find(replace(facts, exchanges=tuple(joined)))
     assert (found.rule, "params/k and params/q" in found.evidence) == ("gathered-again", True)
+
+
+def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A layer that gathers the sequences of all devices, before it goes on with its own."""
+    everything = checkpoint_name(lies(jnp.tanh(x), WHOLE), "everything")
+    return lies(x + jnp.tanh(everything - jnp.mean(everything, 0)) @ gathered(w), BY_SAMPLE)
+
+
+def of_layers(layer: Callable[[jax.Array, jax.Array], jax.Array]) -> Loss:
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        x = batch
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(jnp.square(x))
+
+    return loss
+
+
+def in_a_scan(layer: Callable[[jax.Array, jax.Array], jax.Array]) -> Loss:
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), batch, jnp.stack(params))[0]))
+
+    return loss
+
+
+NAMED = jax.checkpoint_policies.save_only_these_names("everything")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("loss", "times"),
+    [
+        (of_layers(jax.checkpoint(mixed)), 1),
+        (in_a_scan(jax.checkpoint(mixed)), DEPTH),
+        (of_layers(jax.checkpoint(mixed, policy=jax.checkpoint_policies.dots_saveable)), 1),
+        (of_layers(mixed), 0),
+        (of_layers(jax.checkpoint(mixed, policy=NAMED)), 0),
+        (in_a_scan(jax.checkpoint(mixed, policy=NAMED)), 0),
+    ],
+)
+def test_values_that_the_recompute_gathers(h100s, loss, times):
+    """The remedy is among the sound ones: the name of the gathered value in the policy."""
+    found = found_in(h100s, loss, kernels()).get("gathered-again")
+    assert bool(found) == bool(times)
+    assert not found or (f" {times} times at " if times > 1 else " once at ") in found.evidence
+    assert not found or found.source.startswith(__file__)
 
 
 CLEAN = [

@@ -15,7 +15,7 @@ from jaxremat.mesh.sharding import SMALL_BYTES, LeafOnMesh
 from jaxremat.units import gib
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, held
-from jaxremat.xla.categories import phase_of, speaks_of_loss
+from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
@@ -118,9 +118,9 @@ def _gathered_and_saved(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathered_again(facts: LintInput) -> Iterator[Finding]:
-    """Parameters that the backward pass gathers more often than the forward pass.
+    """Parameters that the backward pass gathers more often than the forward pass, and values that the recompute gathers.
 
-    It gathers for what is recomputed, and for gradients.
+    The backward pass gathers parameters for what is recomputed, and for gradients.
     """
     forward, backward = Counter[str](), Counter[str]()
     seen: dict[str, Exchange] = {}
@@ -140,6 +140,18 @@ def _gathered_again(facts: LintInput) -> Iterator[Finding]:
             "jax.ad_checkpoint.checkpoint_name around the gathered parameter, and its name in the policy; or no checkpoint "
             "inside a checkpoint",
             source=facts.frames.source(seen[path].frame),
+        )
+    values = [exchange for exchange in _gathers_of_values(facts) if is_recompute(exchange.op_name)]
+    num_bytes = sum(exchange.num_bytes * exchange.times for exchange in values)
+    if num_bytes > facts.small_bytes and facts.remedies != "flags with loss":  # whose layers have no name for such a value
+        most = max(values, key=lambda exchange: exchange.num_bytes * exchange.times)
+        yield Finding(
+            "gathered-again",
+            f"the recompute gathers {gib(num_bytes)} of values of the batch, as the forward pass did: {gib(most.num_bytes)} "
+            f"{_times_text(most)} at {_place_text(facts, most)}",
+            "jax.ad_checkpoint.checkpoint_name around the gathered value, and its name in the policy; or a gather outside of "
+            "the checkpoint",
+            source=facts.frames.source(most.frame),
         )
 
 
@@ -178,15 +190,21 @@ def _large_gathers(facts: LintInput) -> Iterator[Exchange]:
     Its `times` are those of all gathers of the line that are as large.
     """
     large: dict[str, Exchange] = {}
-    for exchange in facts.exchanges:
-        is_computed = exchange.what == "value" and len(exchange.arguments) > 1  # and not an argument, whatever its name
-        if exchange.kind == "all-gather" and is_computed and exchange.num_bytes > facts.small_bytes:
+    for exchange in _gathers_of_values(facts):
+        if exchange.num_bytes > facts.small_bytes:
             place = _place_text(facts, exchange)
             if place in large and large[place].num_bytes == exchange.num_bytes:
                 large[place] = replace(exchange, times=exchange.times + large[place].times)
             elif place not in large or large[place].num_bytes < exchange.num_bytes:
                 large[place] = exchange
     yield from large.values()
+
+
+def _gathers_of_values(facts: LintInput) -> Iterator[Exchange]:
+    """The gathers of what the step computes, which depends on more than one argument."""
+    for exchange in facts.exchanges:
+        if exchange.kind == "all-gather" and exchange.what == "value" and len(exchange.arguments) > 1:
+            yield exchange
 
 
 def _is_of_loss(facts: LintInput, exchange: Exchange) -> bool:
