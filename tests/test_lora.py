@@ -28,7 +28,9 @@ from jaxremat.policy.state import split_trained
 from jaxremat.policy.tree import combine, path_text
 from jaxremat.session.flags import ModelFlags, RunFlags
 from jaxremat.session.request import check_run
+from jaxremat.step.step import init_state
 from jaxremat.workload.load import load_factory
+from jaxremat.xla.compile import lower_and_compile
 from tests.helpers import quick_jit
 from tests.trainings import OWN, error_of, losses, trained
 
@@ -326,6 +328,16 @@ def test_a_training_begins_with_weights_and_resumes(tmp_path):
     assert "frozen" in changed.got
     elsewhere = error_of(*flags[:-1], str(tmp_path / "others"), "--num-steps", "6", "--run-dir", str(tmp_path / "a"))
     assert "weights" in elsewhere.got
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["nf4", "int8", "none"])
+def test_first_values_need_no_stack_in_float32(h100, how):
+    """A device that holds the frozen kernels can make them: not even one kernel of all layers is in float32."""
+    config = replace(LORA, num_layers=32, embed_dim=256, mlp_dim=1024, dtype="bfloat16", quantize_base=how)
+    workload = decoder_workload(config, TRAIN, 2, "xla")
+    memory = lower_and_compile(lambda: init_state(workload, TRAIN), (), h100).memory
+    assert memory.total_bytes - memory.output_bytes < 4 * 32 * 256 * 1024 / 4
 
 
 @pytest.mark.full

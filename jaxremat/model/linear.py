@@ -64,7 +64,9 @@ class Linear(nn.Module):
         shape, name = (*ins, *self.features), self.name or ""
         promote = gathering(c, name, self.gathers)
         if c.quantize_base == "none":
-            inputs, kernel, _ = promote(inputs, self.param("kernel", _flat, shape, param_dtype, axes), None, dtype=dtype)
+            # Frozen, so stored in the compute dtype: from its first value on, or a stack of all layers would be in float32.
+            kernel = self.param("kernel", lambda key: _flat(key, shape, param_dtype, axes).astype(dtype))
+            inputs, kernel, _ = promote(inputs, kernel, None, dtype=dtype)
             y = _dot(inputs, kernel, axes)
         else:
             key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
