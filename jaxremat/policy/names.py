@@ -58,7 +58,7 @@ class NamedValue:
         num_bytes: of the value, in one layer.
         opaque: whether the value is the result of an operation of `OPAQUE`: a loop, a branch, an inner checkpoint, a custom
             derivative or the like. `autoname` writes no names inside these.
-        made_at: `file:line` in the user's code of the operation that made the value. Empty where JAX has no traceback.
+        users_line: `file:line` in the user's code of the operation that made the value. Empty where JAX has no traceback.
     """
 
     name: str
@@ -66,7 +66,7 @@ class NamedValue:
     dtype: str
     num_bytes: int
     opaque: bool = False
-    made_at: str = field(default="", compare=False)
+    users_line: str = field(default="", compare=False)
 
 
 def named_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[NamedValue]:
@@ -92,8 +92,8 @@ def _walk(jaxpr: Any) -> Iterator[NamedValue]:
             (tagged,), (source,) = equation.outvars, equation.invars
             maker = None if isinstance(source, core.Literal) else made.get(source)
             aval, from_opaque = tagged.aval, maker is not None and maker.primitive.name in OPAQUE
-            made_at = users_line(maker) if maker else ""
-            yield NamedValue(name, aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque, made_at)
+            line = users_line(maker) if maker else ""
+            yield NamedValue(name, aval.shape, str(aval.dtype), aval.size * aval.dtype.itemsize, from_opaque, line)
         made.update(dict.fromkeys(equation.outvars, maker))
         for inner in core.jaxprs_in_params(equation.params):
             yield from _walk(inner)

@@ -169,7 +169,7 @@ def names(title: str, values: "Mapping[NamedValue, int]", parts: int = 1) -> Lis
             "layer_bytes": value.num_bytes // parts,
             "num_values": count,
             "total_bytes": value.num_bytes // parts * count,
-            "made_at": value.made_at,
+            "made_at": value.users_line,
         }
         for value, count in values.items()
     ]
