@@ -30,8 +30,8 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from experiments.children import Child, in_parallel
-from experiments.common import RESULTS, Row, other_parts, write
-from jaxremat.cli.command import parse_flags, run_command
+from experiments.common import RESULTS, Row, flags_of, other_parts, write
+from jaxremat.cli.command import run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.report.table import list_table
 from jaxremat.system.process import Deadline, run_until
@@ -240,7 +240,7 @@ def work(flags: Flags) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Tries the faults, and returns the exit code: 1 if one is missed, stale or an error."""
-    flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.faults")
+    flags = flags_of(Flags, argv, "experiments.faults")
     return run_command(lambda: work(flags), name="experiments.faults")
 
 

@@ -68,7 +68,7 @@ class Flags:
     """What only a GPU can tell: bytes, speed, MFU, and PyTorch beside it."""
 
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
-    """Which parts; none renders the summary again from the results there are."""
+    """Which parts. The summary is of all that is filed."""
     minutes: float = 8.8
     """For all the parts together; what isn't reached is said."""
     policies: tuple[str, ...] = POLICIES

@@ -20,9 +20,9 @@ from xml.etree import ElementTree
 
 from rich.console import Console
 
-from experiments.common import RESULTS, Row, compile_step, set_up, write
+from experiments.common import RESULTS, Row, compile_step, flags_of, set_up, write
 from jaxremat.chips.installed import versions
-from jaxremat.cli.command import parse_flags, run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import MissingDependencyError, UsageError
 from jaxremat.report.table import list_table
 from jaxremat.system.process import Deadline, run_until
@@ -155,7 +155,7 @@ def compare(flags: Flags) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Compares the two versions, or compiles the steps of this process, and returns the exit code."""
-    flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.next_jax")
+    flags = flags_of(Flags, argv, "experiments.next_jax")
     set_up()
     if flags.steps:
         for row in step_rows():

@@ -33,12 +33,12 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from experiments.common import RESULTS, count, markdown_table, ms, only, percent, signed, span, where, write
+from experiments.common import RESULTS, count, flags_of, markdown_table, ms, only, percent, signed, span, where, write
 from experiments.reference_tables import alias_table_markdown, policy_table_markdown, target_table_markdown
 from jaxremat.chips.installed import versions
 from jaxremat.chips.nvidia.calibration import load_calibration
 from jaxremat.chips.speed import PAIRED_ERROR
-from jaxremat.cli.command import parse_flags, run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import UsageError
 from jaxremat.report.table import gib_number
 from jaxremat.system.files import named_by, write_whole
@@ -337,7 +337,7 @@ class Flags:
 
 def main(argv: list[str] | None = None) -> int:
     """Compares the pages, prints what is wrong as `page:line: ...`, and returns 1 if something is."""
-    flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.pages")
+    flags = flags_of(Flags, argv, "experiments.pages")
     return run_command(lambda: _do(flags), name="experiments.pages")
 
 

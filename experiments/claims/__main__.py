@@ -19,9 +19,9 @@ from experiments.claims import choices, memory, recompute
 from experiments.claims.claim import Claim
 from experiments.claims.draw import draw
 from experiments.claims.steps import DEFAULTS, TARGETS, measured
-from experiments.common import RESULTS, Row, where, write
+from experiments.common import RESULTS, Row, flags_of, where, write
 from jaxremat.chips.installed import versions
-from jaxremat.cli.command import parse_flags, run_command
+from jaxremat.cli.command import run_command
 from jaxremat.errors import UsageError, nearest
 from jaxremat.system.files import write_whole
 
@@ -37,14 +37,14 @@ class Flags:
     """What articles and papers say about rematerialization, each claim checked."""
 
     claims: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = tuple(CLAIMS)
-    """Which claims; without a name after it, only the page is written again, from the filed results."""
+    """Which claims. Steps that are filed are taken from there."""
     fresh: bool = False
     """Measure again what was measured before."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and files the claims, writes the page, and returns the exit code."""
-    flags = parse_flags(Flags, sys.argv[1:] if argv is None else argv, "experiments.claims")
+    flags = flags_of(Flags, argv, "experiments.claims")
     return run_command(lambda: _do(flags), name="experiments.claims", saved="the rows so far are filed")
 
 
