@@ -217,7 +217,7 @@ def test_a_kernel_that_is_made_of_several_parameters_is_gathered_again():
 
 
 def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A layer that gathers the sequences of all devices, before it goes on with its own."""
+    """A layer that gathers the sequences of all devices, before it adds to its own."""
     everything = checkpoint_name(lies(jnp.tanh(x), WHOLE), "everything")
     return lies(x + jnp.tanh(everything - jnp.mean(everything, 0)) @ gathered(w), BY_SAMPLE)
 

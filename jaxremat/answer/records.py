@@ -8,7 +8,7 @@ The request decides the records:
     --frontier --batch 8          trials of named policies and of plans       `answer_frontier`
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
 from jaxremat.policy.code import code_for
 from jaxremat.policy.grammar import parse
+from jaxremat.policy.names import WrittenName
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import FIRST_BATCH, largest_batch, largest_from_above
 from jaxremat.search.compiles import Compiles
+from jaxremat.system.whose import PACKAGE, is_within
 from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
 from jaxremat.trial.row import config_of
@@ -147,11 +149,17 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         disabled_pass=compiled.disabled_pass,
         as_config=as_config(found.policy) if as_config else None,
         as_code=_code(found, planned),
-        sources={written.name: written.users_line for written in compiled.names if written.users_line},
+        sources=_sources(compiled.names),
         num_compiles=planned.num_compiles,
         config=config_of(trials, found.batch),
         versions=versions(),
     )
+
+
+def _sources(names: Iterable[WrittenName]) -> dict[str, str]:
+    """By name, the line of source that leads to its value, but for lines of this package's own models."""
+    lines = {written.name: written.users_line for written in names if written.users_line}
+    return {name: line for name, line in lines.items() if not is_within(line.rpartition(":")[0], PACKAGE)}
 
 
 def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
