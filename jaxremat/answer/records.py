@@ -157,7 +157,10 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
 
 
 def _sources(names: Iterable[WrittenName]) -> dict[str, str]:
-    """By name, the line of source that leads to its value, but for lines of this package's own models."""
+    """By name, the line of source that leads to its value.
+
+    Lines of this package's own models are left out.
+    """
     lines = {written.name: written.users_line for written in names if written.users_line}
     return {name: line for name, line in lines.items() if not is_within(line.rpartition(":")[0], PACKAGE)}
 

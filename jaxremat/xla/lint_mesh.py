@@ -118,9 +118,9 @@ def _gathered_and_saved(facts: LintInput) -> Iterator[Finding]:
 
 
 def _gathered_again(facts: LintInput) -> Iterator[Finding]:
-    """Parameters that the backward pass gathers more often than the forward pass, and values that the recompute gathers.
+    """What the backward pass gathers more often than the forward pass.
 
-    The backward pass gathers parameters for what is recomputed, and for gradients.
+    It gathers parameters for what is recomputed, and for gradients. Values of the batch are those that the recompute gathers.
     """
     forward, backward = Counter[str](), Counter[str]()
     seen: dict[str, Exchange] = {}
