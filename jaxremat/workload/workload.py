@@ -352,7 +352,8 @@ class Workload:
     def obstacle_to_running(self) -> str:
         """Why the step can't be run, only compiled. Empty where it can be run.
 
-        After a semicolon comes what helps. jax 0.10 takes parameters of 4 bits for arrays of another layout, where it calls a compiled step.
+        After a semicolon comes what helps. jax 0.10 takes parameters of 4 bits for arrays of another layout, where it calls a
+        compiled step.
         """
         if self.loss is None:
             return "" if is_concrete(self.args) else "its args are shapes; give arrays to have it run"
