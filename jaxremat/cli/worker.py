@@ -82,7 +82,7 @@ def _answer(request: Request) -> Result:
     (requested,) = session.request.policies
     answer_policy(session, requested, listener)
     found = [record for record in records if isinstance(record, LargestBatchRecord) and record.largest_batch]
-    can_run = target.kind != "deviceless" and not session.trials.workload_at().obstacle_to_running
+    can_run = session.trials.can_run
     if found and can_run and target.kind == "attached" and request.budget_bytes is None:
         return Result(outcome="ok", records=tuple(records), confirm=True)
     to_measure = tuple(

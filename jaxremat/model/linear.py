@@ -64,16 +64,16 @@ class Linear(nn.Module):
         shape, name = (*ins, *self.features), self.name or ""
         promote = gathering(c, name, self.gathers)
         if c.quantize_base == "none":
-            # Frozen, so stored in the compute dtype: from its first value on, or a stack of all layers would be in float32.
-            kernel = self.param("kernel", lambda key: _flat(key, shape, param_dtype, axes).astype(dtype))
-            inputs, kernel, _ = promote(inputs, kernel, None, dtype=dtype)
+            inputs, kernel, _ = promote(inputs, self.param("kernel", _flat, shape, param_dtype, axes), None, dtype=dtype)
             y = _dot(inputs, kernel, axes)
         else:
             key = self.make_rng("params") if self.is_initializing() else jax.random.key(0)
-            codes = self.param("kernel", lambda _: quantize(_flat(key, shape, param_dtype, axes), c.quantize_base, axes)[0])
-            scales = self.param(
-                "kernel_scale", lambda _: quantize(_flat(key, shape, param_dtype, axes), c.quantize_base, axes)[1]
-            )
+
+            @jax.custom_batching.sequential_vmap  # the layers' kernels one by one, which are in float32 until they are quantized
+            def made(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return quantize(_flat(key, shape, param_dtype, axes), c.quantize_base, axes)
+
+            codes, scales = self.param("kernel", lambda _: made(key)[0]), self.param("kernel_scale", lambda _: made(key)[1])
             inputs = inputs.astype(dtype)
             y = quantized_dot(inputs, codes, scales, c.quantize_base, axes)
         if self.use_bias:

@@ -38,8 +38,7 @@ class Layers(nn.Module):
         keys = {name: jax.random.split(self.make_rng(name), self.num_layers) for name in streams}
         if self.is_initializing():
             init_keys = {"params": jax.random.split(self.make_rng("params"), self.num_layers), **keys}
-            # One after the other: the values before a cast or a quantization are those of one layer.
-            stacked = jax.lax.map(lambda of: layer.init(of[0], x, *of[1], *broadcast), (init_keys, own))
+            stacked = jax.vmap(lambda key, own: layer.init(key, x, *own, *broadcast))(init_keys, own)
             self._write(stacked)
         mutable = [name for name in self.variables if name != "params" and self.is_mutable_collection(name)]
 
