@@ -137,7 +137,7 @@ def _recorded(trials: "Trials", policy: Policy, batch: int) -> Mapping[str, list
 
     with tempfile.TemporaryDirectory(prefix="jaxremat-") as folder:
         begin, first = jax.profiler.start_trace, trials.num_warmup
-        recording = replace(trials, on_step=lambda _, step: begin(folder) if step == first else None)
+        recording = replace(trials, num_ahead=0, on_step=lambda _, step: begin(folder) if step == first else None)
         recording.measure(batch, trials.compile(policy, batch))
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")

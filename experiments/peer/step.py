@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -110,21 +111,28 @@ class Trainer:
         return loss.detach()
 
     def measure(self, batch: int) -> dict[str, Any]:
-        """The median of real steps after two that warm up; with the allocator's peak on a GPU. Running out is a row too."""
+        """The median of real steps after two that warm up; with the allocator's peak on a GPU. Running out is a row too.
+
+        As in `jaxremat.trial.measure`, all steps have the same tokens, and a step is started while the device computes another.
+        """
         flags, on_gpu = self.flags, self.flags.device == "cuda"
         stream = spread_tokens(self.model.config.vocab_size, batch, self.seq_len, seed=0)
         row: dict[str, Any] = {"arm": flags.arm, "model": flags.model, "num_params": self.num_params, "batch": batch}
-        seconds, loss = [], None
+        seconds, given, ended, loss = [], deque(), 0.0, None
         try:
-            for _ in range(2 + flags.steps):
-                tokens = torch.from_numpy(next(stream)).long().to(flags.device)
-                self._settle()
-                if len(seconds) == 1 and on_gpu:
+            tokens = torch.from_numpy(next(stream)).long().to(flags.device)
+            for i in range(2 + flags.steps):
+                if i == 1 and on_gpu:
+                    torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
-                started = time.perf_counter()
+                given_at = time.perf_counter()
                 loss = self.step(tokens)
-                self._settle()
-                seconds.append(time.perf_counter() - started)
+                given.append((given_at, self._end_of_step()))
+                while len(given) > (i < 1 + flags.steps):
+                    given_at, wait = given.popleft()
+                    wait()
+                    began, ended = max(given_at, ended), time.perf_counter()
+                    seconds.append(ended - began)
         except torch.OutOfMemoryError:
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
@@ -134,9 +142,13 @@ class Trainer:
         measured = {"step_s": step_s, "tokens_per_s": batch * self.seq_len / step_s, "peak_bytes": peak}
         return {**row, **measured, "last_loss": float(loss) if loss is not None else None, "first_step_s": seconds[0]}
 
-    def _settle(self) -> None:
-        if self.flags.device == "cuda":
-            torch.cuda.synchronize()
+    def _end_of_step(self) -> Callable[[], None]:
+        """The function that waits until the device has computed what it was given so far."""
+        if self.flags.device != "cuda":
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
 
 def largest_batch(

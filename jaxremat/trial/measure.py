@@ -1,12 +1,13 @@
 """Measures the step time on a device in this machine.
 
-Warm-up steps run first, then timed steps over real batches:
+Warm-up steps run first, then timed steps over a real batch:
 
     measure_step(compiled, lambda: init_state(workload, train), inputs(workload, train), device)
 """
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ class StepTiming:
     """What some timed steps took.
 
     Attributes:
-        steps_s: seconds of each step, from its dispatch until its results were ready.
+        steps_s: seconds of each step, until its results were ready.
         last_loss: of the last step. None where the step isn't made from a loss.
         peak_bytes: the allocator's high-water mark. The mark never falls while a process lives. So it is None where
             something before these steps had set it higher, and on a CPU, which has no mark.
@@ -56,37 +57,49 @@ def measure_step(
     shardings: Any = None,
     num_warmup: int = 2,
     num_steps: int = 10,
+    num_ahead: int = 1,
     on_step: Callable[[int], None] = lambda _: None,
     before: Reading | None = None,
 ) -> StepTiming:
-    """Runs a compiled step over real batches on `device`.
+    """Runs a compiled step on `device`, as a training loop does that doesn't read each loss.
 
-    The step is `compiled(state, batch) -> (state, loss)` or `(state, (loss, aux))`.
+    The step is `compiled(state, batch) -> (state, loss)` or `(state, (loss, aux))`. All steps have the same batch: making batches
+    isn't timed. A step begins when it is given to the device, or when the one before ends, whichever is later.
 
     Args:
         compiled: the compiled step, which may donate its state.
         init_state: makes the state, where it is to lie; it is called with `device` as the default device.
-        batches: the step's batches, all of the same shapes. They are copied to the device outside the timed part.
+        batches: the batch is the first of them. Where the step has no loss, each step has its own, and may donate it.
         device: where to run, or the first of several devices.
         others: the other devices of a mesh that this process has. Of all their figures of memory the largest counts.
         shardings: how the batch lies on several devices.
         num_warmup: steps that aren't timed.
         num_steps: steps that are timed.
-        on_step: called with the number of each step, from 0, before it starts.
+        num_ahead: steps that are given to the device while it computes another. With 0, each step includes the time in which the
+            host starts its first kernels. That is longest with unrolled layers. Steps without a loss always take turns.
+        on_step: called with the number of each step, from 0, before it is given to the device.
         before: the driver's reading from before this process began with the device.
     """
     with output_to_stderr(), jax.default_device(device):
         devices = (device, *others)
         state = jax.block_until_ready(init_state())
         peak_before = largest_peak(devices)
-        steps_s, loss = [], None
+        given: deque[tuple[float, Any]] = deque()
+        steps_s, ended, batch, loss = [], 0.0, None, None
         for i in range(num_warmup + num_steps):
             on_step(i)
-            batch = next(batches)
-            batch = jax.block_until_ready(placed(batch, shardings) if shardings else jax.device_put(batch, device))
-            started = time.perf_counter()
-            state, loss = jax.block_until_ready(compiled(state, batch))
-            steps_s.append(time.perf_counter() - started)
+            if i == 0 or loss is None:
+                batch = next(batches)
+                batch = jax.block_until_ready(placed(batch, shardings) if shardings else jax.device_put(batch, device))
+            given_at = time.perf_counter()
+            state, loss = compiled(state, batch)
+            given.append((given_at, state if loss is None else loss))
+            num_running = 0 if loss is None or i == num_warmup + num_steps - 1 else num_ahead
+            while len(given) > num_running:
+                given_at, result = given.popleft()
+                jax.block_until_ready(result)
+                began, ended = max(given_at, ended), time.perf_counter()
+                steps_s.append(ended - began)
         jax.effects_barrier()  # until then a jax.debug.print in the step may print
         return step_timing(steps_s[num_warmup:], loss, devices, peak_before, before)
 

@@ -82,6 +82,7 @@ class Trials:
         steps: the compiled steps, by all that decides them but the batch.
         on_compile: called before each compile with the policy and the batch.
         on_step: called before each measured step with the batch and the number of the step, from 0.
+        num_ahead: measured steps that are given to the device while it computes another, as `measure_step` has it.
     """
 
     factory: WorkloadFactory
@@ -104,6 +105,7 @@ class Trials:
     steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)
     on_compile: Callable[[Policy, int], None] = lambda policy, batch: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
+    num_ahead: int = 1
 
     # What the trials are of.
 
@@ -398,7 +400,7 @@ class Trials:
     def measure(self, batch: int, compilation: Compilation) -> StepTiming:
         """Runs the compiled step on the target's device.
 
-        It runs over the batches that the workload has for measured steps, or else over its own ones.
+        Its batch is the first that the workload has for measured steps, or else the first of its own.
         """
         workload, train, mesh = self.workload_of(batch), self.train_at(batch), self.target.mesh
         compiled: Any = compilation.compiled
@@ -418,6 +420,7 @@ class Trials:
             shardings=of_batch,
             num_warmup=self.num_warmup,
             num_steps=self.num_steps,
+            num_ahead=self.num_ahead,
             on_step=lambda step: self.on_step(batch, step),
             before=self.before,
         )
