@@ -1,15 +1,19 @@
 """What it costs to run layers as a loop, in bytes and in predicted time: `python -m experiments.layouts`.
 
-All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are two parts, for each model:
+Steps are compiled for a GPU that isn't in the machine, and not run. There are two such parts, for each model:
 
 * steps: the training step under some policies, with the layers as a loop over stacked parameters and unrolled.
 * between: the gradient of the stack of layers alone, under one policy. Beside the two layouts there are loops that run several
   layers in one iteration (`jax.lax.scan(..., unroll=K)`). Is there something to gain between a loop and unrolled layers?
+
+A third part runs the steps on an attached GPU: `python -m experiments.layouts --target gpu --parts run`. Each is measured twice:
+the host waits for each step, and then it starts a step while the device computes the one before.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,7 +23,7 @@ from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.config import Layout, ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 
-Part = Literal["steps", "between"]
+Part = Literal["steps", "between", "run"]
 Row = dict[str, Any]
 
 
@@ -36,12 +40,12 @@ class Flags:
     unroll: tuple[int, ...] = (2, 4)
     """Of the loops between: layers in one iteration."""
     target: str = "h100-80gb"
-    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
+    parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = ("steps", "between")
     out: Path = RESULTS
 
 
-def measure_steps(flags: Flags) -> Iterator[Row]:
-    """The training step of each model under each policy, in both layouts."""
+def trials_of(flags: Flags) -> Iterator[tuple[Row, Any]]:
+    """For each model, policy and layout, the beginning of its row, and the record of the trial that it asks for."""
     from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import decoder_factory
@@ -55,10 +59,30 @@ def measure_steps(flags: Flags) -> Iterator[Row]:
         trials = Trials(decoder_factory(config, chosen.implementation, chosen.reason), train, target, 2**62)
         for policy in map(parse, flags.policies):
             for layout in get_args(Layout):
-                row = trials.with_layout(layout).record(policy, batch)
                 shown = {"model": name, "policy": str(policy), "layers": layout, "batch": batch, "seq_len": seq_len}
-                taken = {"total_bytes": row.total_bytes, "step_s": row.step_s, "tokens_per_s": row.tokens_per_s}
-                yield {**shown, **taken, "compile_s": row.compile_s}
+                yield shown, partial(_record, trials.with_layout(layout), policy, batch)
+
+
+def _record(trials: Any, policy: Any, batch: int, num_ahead: int = 1) -> Any:
+    return replace(trials, num_ahead=num_ahead).record(policy, batch)
+
+
+def measure_steps(flags: Flags) -> Iterator[Row]:
+    """The training step of each model under each policy, in both layouts."""
+    for shown, record in trials_of(flags):
+        row = record()
+        taken = {"total_bytes": row.total_bytes, "step_s": row.step_s, "tokens_per_s": row.tokens_per_s}
+        yield {**shown, **taken, "compile_s": row.compile_s}
+
+
+def measure_run(flags: Flags) -> Iterator[Row]:
+    """The steps on an attached GPU, with a host that waits for each step, and with one that doesn't."""
+    for shown, record in trials_of(flags):
+        waited, ahead = record(num_ahead=0), record()
+        error = waited.error or ahead.error
+        predicted_s = waited.predicted.step_s if waited.predicted else None
+        timed = {"waited_s": waited.step_s, "step_s": ahead.step_s} if not error else {}
+        yield {**shown, "device": waited.target, "predicted_s": predicted_s, **timed, "error": error}
 
 
 def measure_between(flags: Flags) -> Iterator[Row]:
@@ -139,8 +163,15 @@ class _Loop:
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
     "steps": (measure_steps, 3, ("model", "policy", "layers", "total_bytes", "step_s", "tokens_per_s", "compile_s")),
     "between": (measure_between, 3, ("model", "policy", "layers", "total_bytes", "step_s", "compile_s")),
+    "run": (measure_run, 3, ("model", "policy", "layers", "batch", "predicted_s", "waited_s", "step_s", "error")),
 }
-SHOWN = {"step_s": ("predicted ms", lambda value: f"{1e3 * value:.1f}")}
+
+
+def _ms(value: float) -> str:
+    return f"{1e3 * value:.1f}"
+
+
+SHOWN = {"step_s": ("ms", _ms), "predicted_s": ("predicted", _ms), "waited_s": ("waited for", _ms)}
 
 
 def main(argv: list[str] | None = None) -> int:
