@@ -231,7 +231,7 @@ def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     if any(row.limit_bytes and row.predicted for row in rows):
         sources.add("predicted")  # an attached GPU's table has both times
     if not sources and any(row.total_bytes for row in rows):
-        several, one = ", or a link between its devices, isn't known", " isn't known, and it isn't in this machine"
+        several, one = ", or a link between its devices, isn't known", " isn't known, and no step was run"
         return f"No time: this target's speed{several if any(row.mesh for row in rows) else one}."
     if not sources:
         return "Nothing was compiled, so there is no time."
