@@ -8,7 +8,7 @@ There are five parts:
   compile. The steps are drawn.
 * recipes: published steps at their batch, and at half as many sequences more.
 * large: llama3.1-70b on 64 chips of v6e, under full remat and with the recipe's offloading.
-* policies: the largest batch of llama3.1-8b on 8 chips of v6e under five policies, each by `jaxremat run`.
+* policies: the largest batch of llama3.1-8b on 8 chips of v6e under five policies.
 
 Each case is compiled in a process of its own, which ends at a limit. A case that is filed isn't compiled again without `--fresh`,
 unless it failed. Results of earlier compiles that jaxremat has stored aren't used.
@@ -87,6 +87,9 @@ class Case:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
+_LAYERS = "experiments.tpu_step:layers"
+
+
 def small(
     name: str,
     target: str,
@@ -99,9 +102,7 @@ def small(
     """A step of the layers of `experiments.tpu_step`. The smaller their sizes are, the sooner they compile."""
     arguments = [f"{size}={value}" for size, value in sizes.items()]
     options: dict[str, Any] = {"model_arg": arguments, "optimizer": "sgd-momentum"} | ({"budget": budget} if budget else {})
-    return Case(
-        name, target, policy=policy, model="experiments.tpu_step:layers", mesh=mesh, batches=batches, options=options
-    )
+    return Case(name, target, _LAYERS, policy, mesh, batches, options)
 
 
 #: Sizes whose programs compile in seconds, and a limit that is as low.
@@ -190,8 +191,8 @@ POLICIES = tuple(
 def compiled(case: Case, say: Callable[[Row], None]) -> None:
     """Says what the compiler says of a case: of each batch early, then at the device's limit, the largest batch first.
 
-    Where the largest batch is searched, each batch that is tried is said, and what the compiler says of the largest one under a
-    limit below its total.
+    Where the largest batch is searched, each batch that is tried is said. Of the layers of `experiments.tpu_step` it is also said
+    what the compiler says of the largest one under a limit below its total.
     """
     from jaxremat.answer.records import answer_largest
     from jaxremat.policy.grammar import parse
@@ -215,10 +216,11 @@ def compiled(case: Case, say: Callable[[Row], None]) -> None:
             say({"record": "whole", "host_bytes": row.host_temp_bytes} | {name: getattr(row, name) for name in names})
         elif isinstance(row, LargestBatchRecord):
             say({"record": "search", "batch": row.largest_batch, "num_compiles": row.num_compiles})
-            limit_bytes = ((row.largest_batch_total_bytes or 0) - 1) // 2**20 * 2**20
-            below = trials.compile_anew(policy, row.largest_batch, limit_bytes=limit_bytes)
-            said = {"bytes": below.memory.total_bytes, "fits": not below.is_too_large}
-            say({"record": "below", "limit_bytes": limit_bytes, **said})
+            if case.model == _LAYERS and row.largest_batch_total_bytes:
+                limit_bytes = (row.largest_batch_total_bytes - 1) // 2**20 * 2**20
+                below = trials.compile_anew(policy, row.largest_batch, limit_bytes=limit_bytes)
+                said = {"bytes": below.memory.total_bytes, "fits": not below.is_too_large}
+                say({"record": "below", "limit_bytes": limit_bytes, **said})
 
     for batch in reversed(case.batches):
         emit(trials.record(policy, batch, "probe"))
