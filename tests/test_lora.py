@@ -303,6 +303,7 @@ def saved(folder: Path, seed: int) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.any_jax
 def test_a_training_begins_with_weights_and_resumes(tmp_path):
     """The first loss is that of the base, checkpoints have the adapters alone, and the losses are those of one run."""
     weights = saved(tmp_path / "weights", 1)

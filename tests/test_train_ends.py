@@ -103,6 +103,7 @@ def test_a_full_disk(own, expected, tmp_path):
     assert losses(trained(tmp_path, *own)) == expected
 
 
+@pytest.mark.any_jax
 def test_two_processes(own, tmp_path):
     """On a mesh, with checkpoints in one folder. They resume where they were, and their losses are those of one device."""
     mesh = (*own, "--mesh", "data=2,fsdp=2", "--batch", "2", "--run-dir", str(tmp_path / "two"), "--num-steps")
