@@ -23,6 +23,7 @@ from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from scipy.optimize import isotonic_regression
 
 from experiments.common import RESULTS, flags_of, results_text, set_up
 from jaxremat.report.table import list_table
@@ -206,7 +207,10 @@ def predicted_s(some: "Iterable[Timed]", speed: "DeviceSpeed") -> float:
 
 
 def rows_around() -> Iterator[Row]:
-    """How far each row of a table inside its grid is from what the rows around it say, as if it weren't there."""
+    """How far each row of a table inside its grid is from what the rows around it say, as if it weren't there.
+
+    Those of small messages also say how far they are from the nearest curve that doesn't fall, which is fitted to all rows.
+    """
     from jaxremat.chips.nvidia.tables import PEAKS, load_tables
 
     for generation in PEAKS:
@@ -224,7 +228,9 @@ def rows_around() -> Iterator[Row]:
         for name, some in tables.items():
             off = [(point[0], _from_around(table, point) / value - 1) for table in some for point, value in table.items()]
             if name in kinds:
-                yield _off(f"{generation}, {name}, under 4 MiB", (one for size, one in off if size < LARGE_MESSAGE))
+                near = [one for table in some for (size,), one in _from_curve(table) if size < LARGE_MESSAGE]
+                small = _off(f"{generation}, {name}, under 4 MiB", (one for size, one in off if size < LARGE_MESSAGE))
+                yield {**small, "curve_off": median(map(abs, near))}
                 yield _off(f"{generation}, {name}, from 4 MiB", (one for size, one in off if size >= LARGE_MESSAGE))
             else:
                 yield _off(f"{generation}, {name}", (one for _, one in off))
@@ -241,6 +247,13 @@ def _from_around(table: Mapping[tuple[int, ...], float], point: tuple[int, ...])
             part = math.log(size / below[axis]) / math.log(above[axis] / below[axis])
             logs.append((1 - part) * math.log(table[below]) + part * math.log(table[above]))
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def _from_curve(table: Mapping[tuple[int, ...], float]) -> list[tuple[tuple[int, ...], float]]:
+    """How far each row is from the curve that doesn't fall and is nearest to the logarithms of all."""
+    points = sorted(table)
+    curve = isotonic_regression([math.log(table[point]) for point in points]).x
+    return [(point, math.exp(log) / table[point] - 1) for point, log in zip(points, curve, strict=True)]
 
 
 def kernels_of_devices() -> Iterator[Row]:
