@@ -48,8 +48,8 @@ def kept_by(policy: Policy) -> set[str]:
 class Xla:
     """Bytes and seconds of a step by formula, with a surprise: `slip` times the saved bytes that the planner expects."""
 
-    def __init__(self, slip: float = 1.0, fixed: int = 1000) -> None:
-        self.slip, self.fixed, self.calls = slip, fixed, []
+    def __init__(self, slip: float = 1.0, fixed: int = 1000, *, is_small: bool = False) -> None:
+        self.slip, self.fixed, self.is_small, self.calls = slip, fixed, is_small, []
 
     def __call__(self, policy: Policy, loss: str, batch: int) -> Cost:
         self.calls.append((policy, loss, batch))
@@ -62,7 +62,8 @@ class Xla:
             saved = sum(BYTES[name] for name in kept)
             total += 20 + self.slip * saved
             seconds += 0.01 * saved + sum(SECONDS[name] for name in self.recomputed(kept))
-        return Cost(int(self.fixed + batch * (logits + total)), 50.0 + batch * (100 + loss_s + seconds))
+        total_bytes = int(self.fixed + batch * (logits + total))
+        return Cost(total_bytes, 50.0 + batch * (100 + loss_s + seconds), is_small=self.is_small)
 
     @staticmethod
     def recomputed(kept: set[str]) -> set[str]:

@@ -20,7 +20,7 @@ from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from jaxremat.search.batch import spaced
 from jaxremat.search.compiles import Compile, Compiles
-from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.planner_formula import BYTES, LAYERS, NAMES, Xla, layer_at
 from tests.small_problems import solve_by_trying_all
 
 
@@ -35,7 +35,8 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
     steps = Steps(layer_at, xla, LAYERS, budget, expect=lambda further: most.append(len(xla.calls) + further))
     found = find_plan(steps, **options)
     given_batch = options.get("batch") or options.get("objective") == "memory"
-    assert most[0] <= 14 or not given_batch, "two losses, three candidates of each of two estimates, four named policies"
+    assert most[0] <= 26 or not given_batch, "two losses, three candidates of each of two estimates, four named, twelve near"
+    assert len(xla.calls) <= 14 or xla.is_small or not given_batch, "where steps aren't small, none is near"
     assert all(len(xla.calls) <= at_most for at_most in most)
     assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
     assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
@@ -53,9 +54,14 @@ def plan(xla: Xla, budget: int, **options) -> Plan | NoPlan:
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1000, 60_000), st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]), st.sampled_from([None, 1, 3, 8, 20]))
-def test_every_budget_is_met_or_refused(budget, slip, batch):
-    xla = Xla(slip)
+@given(
+    st.integers(1000, 60_000),
+    st.sampled_from([0.7, 0.95, 1.0, 1.1, 1.4]),
+    st.sampled_from([None, 1, 3, 8, 20]),
+    st.booleans(),
+)
+def test_every_budget_is_met_or_refused(budget, slip, batch, is_small):
+    xla = Xla(slip, is_small=is_small)
     found = plan(xla, budget, batch=batch)
     floor = min(xla(SPARSE, "chunked", batch or 1).total_bytes, xla(NOTHING, "chunked", batch or 1).total_bytes)
     assert isinstance(found, Plan) == (budget >= floor)
@@ -107,7 +113,7 @@ def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_es
             def compiled(*key) -> Cost:
                 if key not in done:
                     found.append(compiles.next())
-                    cost = Xla()(*key)
+                    cost = Xla(is_small=size % 2 == 0)(*key)
                     done[key] = replace(cost, total_bytes=int(cost.total_bytes + extra(key[2])))
                 return done[key]
 
@@ -170,6 +176,29 @@ def test_a_named_policy_that_is_faster_is_the_answer():
     found = find_plan(Steps(layer_at, Magic(), LAYERS, 10**6), losses=("full",), batch=8)
     assert isinstance(found, Plan)
     assert (found.policy, found.predicted_bytes, found.recompute_s) == (Rule("dots"), None, None)
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_small_steps_near_to_compiled_ones_are_compiled(is_small):
+    """The model expects that `b` takes somewhat more than is left. In truth, it takes no bytes where `c` isn't saved."""
+
+    class Surprising(Xla):
+        def __call__(self, policy: Policy, loss: str, batch: int) -> Cost:
+            cost = super().__call__(policy, loss, batch)
+            if not isinstance(policy, Names) or "b" not in policy.save:
+                return cost
+            of_b = LAYERS * batch * BYTES["b"] * ("c" not in policy.save)
+            return replace(cost, total_bytes=cost.total_bytes - of_b)
+
+    budget = Xla()(NOTHING, "full", 4).total_bytes + 40
+    xla = Surprising(is_small=is_small)
+    steps = Steps(layer_at, xla, LAYERS, budget, allows=lambda policy: isinstance(policy, Names) or policy == NOTHING)
+    found = find_plan(steps, losses=("full",), batch=4)
+    every = [Names(names) for n in range(1, 5) for names in itertools.combinations(NAMES[:4], n)]
+    fitting = [(cost.step_s, policy) for policy in every if (cost := Surprising()(policy, "full", 4)).total_bytes <= budget]
+    assert [policy for _, policy in fitting] == [Names(("b",))]
+    assert found.policy == (Names(("b",)) if is_small else NOTHING)
+    assert len(xla.calls) <= (13 if is_small else 1)
 
 
 def test_a_step_of_another_row_may_be_the_answer():

@@ -26,6 +26,7 @@ from jaxremat.xla.flops import count_step_flops
 from jaxremat.xla.without import moments_of
 
 #: Bytes below which a host transfer takes as long as an empty one would.
+_SMALL = 3000  # instructions of a program that XLA compiles within a second or two
 _LEAST_OFFLOADED = 2**20
 
 
@@ -73,7 +74,9 @@ def cost_of(done: Compilation, speed: DeviceSpeed, kinds: Sequence[EqualLayers] 
         flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
         return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
     moments = moments_of(done, kinds) if done.dump and kinds else None
-    return Cost(done.memory.total_bytes, predict_step_time(done.module, speed).step_s, moments)
+    num_instructions = sum(len(one.instructions) for one in done.module.computations.values())
+    step_s = predict_step_time(done.module, speed).step_s
+    return Cost(done.memory.total_bytes, step_s, moments, num_instructions <= _SMALL)
 
 
 def _without_small_transfers(problem: Problem) -> Problem:

@@ -6,13 +6,12 @@ that repeats, in which one layer saves `a` and two save `a` and `b`. They are ne
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import Point
+from jaxremat.planner.hull import Point, point_of
 from jaxremat.planner.problem import LEAST_S, Decision, union
 from jaxremat.planner.solve import Row, solve
 from jaxremat.policy.spec import Mix, Policy, Rule
@@ -46,11 +45,31 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
     """
     for family in corrections.families(layer):
         for group in _layer_groups(layer, family, num_layers, corrections):
-            candidate = _candidate(layer, family, group, num_layers)
-            peak_bytes = _at_peak(layer, candidate, num_layers, corrections)
-            expected_bytes = peak_bytes + corrections.expected_beyond(layer, family, candidate.group_size)
-            if expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
-                yield replace(candidate, peak_bytes=peak_bytes, expected_bytes=expected_bytes)
+            candidate = _expected(layer, family, group, num_layers, corrections)
+            if candidate.expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
+                yield candidate
+
+
+def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Iterable[Decision]) -> Iterator[Candidate]:
+    """The candidates that save one value more or less than full remat or a known decision, and may fit.
+
+    Not all is known of what is live at the peak. So they may be expected to take more than the budget, by the bytes of all
+    values of one layer.
+    """
+    values, known = layer.problem.values, [*known]
+    most_bytes = corrections.left_bytes + sum(values[v].num_bytes for v in layer.everything.save)
+    for family in layer.families:
+        free = (
+            layer.everything.save
+            - family.always.save
+            - {v for v, one in enumerate(family.problem.values) if not one.saveable}
+        )
+        starts = {frozenset[int](), *(one.save & free for one in known if family.always.save <= one.save)}
+        for save in {start ^ {v} for start in starts for v in free}:
+            point = point_of(family.problem, Decision(save))
+            candidate = _expected(layer, family, ((1, point),), num_layers, corrections)
+            if candidate.expected_bytes <= most_bytes and layer.allows(candidate.policy):
+                yield candidate
 
 
 #: Numbers of neighbouring layers, and the decision that they share. Repeated, they are all layers.
@@ -103,8 +122,7 @@ def _solution(layer: LayerEstimate, family: Family, limits: tuple[Row, ...]) -> 
     left_bytes = max(0, layer.offload_bytes - offloaded_bytes)
     all_bytes = sum(value.num_bytes for value in family.problem.values)
     decision = solve(family.problem, all_bytes, max_offload_bytes=left_bytes, rows=limits).decision
-    evaluation = evaluate(family.problem, decision)
-    return Point(evaluation.saved_bytes, evaluation.cost_s, decision)
+    return point_of(family.problem, decision)
 
 
 def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers: int) -> Candidate:
@@ -114,6 +132,14 @@ def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers:
     """
     candidate = _candidate(layer, family, ((1, point),), num_layers)
     return replace(candidate, expected_bytes=candidate.saved_bytes)
+
+
+def _expected(layer: LayerEstimate, family: Family, group: _Group, num_layers: int, corrections: Corrections) -> Candidate:
+    """The candidate that repeats `group` over all layers."""
+    candidate = _candidate(layer, family, group, num_layers)
+    peak_bytes = _at_peak(layer, candidate, num_layers, corrections)
+    expected_bytes = peak_bytes + corrections.expected_beyond(layer, family, candidate.group_size)
+    return replace(candidate, peak_bytes=peak_bytes, expected_bytes=expected_bytes)
 
 
 def _candidate(layer: LayerEstimate, family: Family, group: _Group, num_layers: int) -> Candidate:

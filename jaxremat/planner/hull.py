@@ -108,7 +108,7 @@ def _hull_of_part(problem: Problem, max_offload_bytes: int, time_limit_s: float)
         solution = solve(priced, budget_bytes, max_offload_bytes=max_offload_bytes, time_limit_s=time_limit_s)
         if not solution.optimal:
             raise TimeoutError(f"a point of the hull isn't proved after {time_limit_s:g} s: gap {solution.gap:.1%}")
-        return _point(problem, solution.decision)
+        return point_of(problem, solution.decision)
 
     def between(left: Point, right: Point) -> list[Point]:
         if left.saved_bytes >= right.saved_bytes or left.cost_s <= right.cost_s:
@@ -130,16 +130,17 @@ def _sum_of(hulls: Sequence[tuple[Point, ...]], problem: Problem) -> tuple[Point
     It begins with the fewest bytes in all parts. From there, the next step is always the one of the most seconds per byte.
     """
     first = functools.reduce(union, (hull[0].decision for hull in hulls), Decision())
-    points = [_point(problem, first)]
+    points = [point_of(problem, first)]
     steps = [step for hull in hulls for step in itertools.pairwise(hull)]
     for left, right in sorted(steps, key=lambda step: -_slope(*step)):
         now, before, after = points[-1].decision, left.decision, right.decision
         decision = Decision((now.save - before.save) | after.save, (now.offload - before.offload) | after.offload)
-        points.append(_point(problem, decision))
+        points.append(point_of(problem, decision))
     return _hull(points)
 
 
-def _point(problem: Problem, decision: Decision) -> Point:
+def point_of(problem: Problem, decision: Decision) -> Point:
+    """A decision with what it takes and costs."""
     evaluation = evaluate(problem, decision)
     return Point(evaluation.saved_bytes, evaluation.cost_s, decision)
 

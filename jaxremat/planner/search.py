@@ -12,6 +12,8 @@ The loop compiles one after the other. The next one is always the one of the mos
    fastest compiled step that fits, by what a compile is worth. The bytes of a compiled candidate correct what is expected of
    the next ones, at other batches too (`corrections.py`), and its seconds correct the prices of saving (`seconds.py`).
 4. The named policies that may fit, at the batch of the best step. The model may be wrong about `none`, and XLA decides.
+5. Where XLA compiles a step within a second, candidates near to compiled ones: they save one value more or less, and fit if
+   the model is wrong by what a layer saves. Such steps have few kernels, and the model is wrong about how XLA fuses them.
 
 The loop ends where no step is expected to be faster than the best compiled one that fits by what a compile is worth. The
 answer is the fastest step that fits among all that was compiled. Of equally fast steps it has the fewest bytes.
@@ -41,7 +43,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.planner.candidates import best_candidate, candidate_of, named_decision, named_policies
+from jaxremat.planner.candidates import best_candidate, candidate_of, named_decision, named_policies, near
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
@@ -61,6 +63,8 @@ _MAX_ALONE = 6  # the same where the batch is given
 _MAX_PLACES = 2  # batches and losses at which candidates are compiled
 _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searched
 SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
+_MAX_NEAR = 12  # candidates near to compiled ones that are compiled where steps are small
+_PATIENCE = 5  # last compiled steps, among which the fastest one is while these are compiled
 _SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
 _WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
 _ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
@@ -130,6 +134,7 @@ class Search:
         current: the place at which candidates are compiled.
         finished: the places at which no further candidate is worth a compile.
         num_bases: full-remat steps that were compiled for this search, those of a scan included.
+        num_near: candidates near to compiled ones that were compiled.
         start: the batch of the first full-remat step. 0 for the usual one.
         rejected: why XLA rejected a step, which ended the search. Empty if it didn't.
         memo: what was computed from the model in its present state.
@@ -151,6 +156,7 @@ class Search:
     current: Place | None = None
     finished: list[Place] = field(default_factory=list)
     num_bases: int = 0
+    num_near: int = 0
     start: int = 0
     rejected: str = ""
     memo: dict[Hashable, Any] = field(default_factory=dict)
@@ -264,7 +270,8 @@ class Search:
             self.finished.append(place)
             self.current = None
         best = self.best()
-        return self._named(Place(best.loss, best.batch) if best else self.finished[0], _ROOMY) if named else None
+        place = Place(best.loss, best.batch) if best else self.finished[0]
+        return (self._named(place, _ROOMY) or self._near(place)) if named else None
 
     def _start_of_curve(self, loss: str) -> int | None:
         """The batch of the first or the second full-remat step under a loss.
@@ -328,6 +335,24 @@ class Search:
         new = (policy for policy in policies if (policy, place.loss, place.batch) not in self.tried)
         found = next((policy for policy in new if self._named_bytes(place, policy) <= limit_bytes), None)
         return found and Proposal(found, place)
+
+    def _near(self, place: Place) -> Proposal | None:
+        """Where steps are small: the fastest candidate of those that are near to compiled ones.
+
+        None where none of the last ones was the fastest step.
+        """
+        here = [step for step in self.tried.values() if (step.loss, step.batch) == (place.loss, place.batch)]
+        is_small, best = all(step.cost.is_small for step in here), self.best()
+        if self.scanned or not is_small or not best or here[-_PATIENCE:].count(best) == 0 or self.num_near == _MAX_NEAR:
+            return None
+        known = [one.decision for (_, at), one in (self.disputed | self.candidates).items() if at == place]
+        found = near(self.layer_at(place.batch), self.steps.num_layers, self._corrections(place), known)
+        new = (one for one in found if (one.policy, place.loss, place.batch) not in self.tried)
+        candidate = min(new, key=lambda one: (one.cost_s, one.saved_bytes), default=None)
+        if candidate is None:
+            return None
+        self.num_near += 1
+        return Proposal(candidate.policy, place, candidate)
 
     def _named_bytes(self, place: Place, policy: Policy) -> int:
         """Bytes of a named policy beyond full remat's."""
@@ -542,7 +567,9 @@ class Search:
         bases = smaller + (max(0, self._bases_left) if len(self.batches) > 1 else len(self.losses) - len(self.curves))
         candidates = self._max_places * self._max_candidates - len(self.candidates)
         disputes = len(self._estimates_at(self.reference)) - 1 - self.num_judged
-        return bases + disputes + max(0, candidates) + least
+        is_small = all(step.cost.is_small for step in self.tried.values())
+        near = _MAX_NEAR - self.num_near if named and is_small else 0
+        return bases + disputes + max(0, candidates) + least + near
 
 
 def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:

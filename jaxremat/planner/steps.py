@@ -46,11 +46,13 @@ class Cost:
         step_s: its seconds, as predicted from its kernels.
         moments: for a full-remat step, a function from the names of operations to its moments if those didn't run a second time.
             None where nothing is known of them.
+        is_small: whether XLA compiles the step within a second or two.
     """
 
     total_bytes: int
     step_s: float
     moments: Callable[[frozenset[str]], tuple[Moment, ...]] | None = field(default=None, compare=False, repr=False)
+    is_small: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
