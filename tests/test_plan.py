@@ -197,6 +197,7 @@ def test_small_steps_near_to_compiled_ones_are_compiled(is_small):
     every = [Names(names) for n in range(1, 5) for names in itertools.combinations(NAMES[:4], n)]
     fitting = [(cost.step_s, policy) for policy in every if (cost := Surprising()(policy, "full", 4)).total_bytes <= budget]
     assert [policy for _, policy in fitting] == [Names(("b",))]
+    assert isinstance(found, Plan)
     assert found.policy == (Names(("b",)) if is_small else NOTHING)
     assert len(xla.calls) <= (13 if is_small else 1)
 

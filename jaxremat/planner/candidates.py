@@ -51,19 +51,15 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
 
 
 def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Iterable[Decision]) -> Iterator[Candidate]:
-    """The candidates that save one value more or less than full remat or a known decision, and may fit.
+    """The candidates near to full remat or a known decision that may fit.
 
-    Not all is known of what is live at the peak. So they may be expected to take more than the budget, by the bytes of all
-    values of one layer.
+    They save one value more or less. Not all is known of what is live at the peak. So they may be expected to take more than
+    the budget, by the bytes of all values of one layer.
     """
     values, known = layer.problem.values, [*known]
     most_bytes = corrections.left_bytes + sum(values[v].num_bytes for v in layer.everything.save)
     for family in layer.families:
-        free = (
-            layer.everything.save
-            - family.always.save
-            - {v for v, one in enumerate(family.problem.values) if not one.saveable}
-        )
+        free = frozenset(v for v in layer.everything.save - family.always.save if family.problem.values[v].saveable)
         starts = {frozenset[int](), *(one.save & free for one in known if family.always.save <= one.save)}
         for save in {start ^ {v} for start in starts for v in free}:
             point = point_of(family.problem, Decision(save))
