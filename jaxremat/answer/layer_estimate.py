@@ -26,8 +26,9 @@ from jaxremat.xla.flops import count_step_flops
 from jaxremat.xla.without import moments_of
 
 #: Bytes below which a host transfer takes as long as an empty one would.
-_SMALL = 3000  # instructions of a program that XLA compiles within a second or two
 _LEAST_OFFLOADED = 2**20
+#: Instructions up to which XLA compiles a program within a second or two.
+_SMALL = 3000
 
 
 def estimate_function(

@@ -6,7 +6,7 @@ that repeats, in which one layer saves `a` and two save `a` and `b`. They are ne
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxremat.planner.corrections import Corrections
@@ -28,7 +28,11 @@ def best_candidate(layer: LayerEstimate, num_layers: int, corrections: Correctio
     Returns:
         None where no candidate is expected to fit.
     """
-    found = candidates(layer, num_layers, corrections)
+    return fastest(candidates(layer, num_layers, corrections))
+
+
+def fastest(found: Iterable[Candidate]) -> Candidate | None:
+    """The candidate of the least seconds, and between equal seconds, of the fewest saved bytes."""
     return min(found, key=lambda candidate: (candidate.cost_s, candidate.saved_bytes), default=None)
 
 
@@ -50,14 +54,13 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
                 yield candidate
 
 
-def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Iterable[Decision]) -> Iterator[Candidate]:
+def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Sequence[Decision]) -> Iterator[Candidate]:
     """The candidates near to full remat or a known decision that may fit.
 
     They save one value more or less. Not all is known of what is live at the peak. So they may be expected to take more than
     the budget, by the bytes of all values of one layer.
     """
-    values, known = layer.problem.values, [*known]
-    most_bytes = corrections.left_bytes + sum(values[v].num_bytes for v in layer.everything.save)
+    most_bytes = corrections.left_bytes + sum(layer.problem.values[v].num_bytes for v in layer.everything.save)
     for family in layer.families:
         free = frozenset(v for v in layer.everything.save - family.always.save if family.problem.values[v].saveable)
         starts = {frozenset[int](), *(one.save & free for one in known if family.always.save <= one.save)}
@@ -131,7 +134,7 @@ def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers:
 
 
 def _expected(layer: LayerEstimate, family: Family, group: _Group, num_layers: int, corrections: Corrections) -> Candidate:
-    """The candidate that repeats `group` over all layers."""
+    """The candidate that repeats `group` over all layers, with its expected bytes."""
     candidate = _candidate(layer, family, group, num_layers)
     peak_bytes = _at_peak(layer, candidate, num_layers, corrections)
     expected_bytes = peak_bytes + corrections.expected_beyond(layer, family, candidate.group_size)

@@ -12,8 +12,9 @@ The loop compiles one after the other. The next one is always the one of the mos
    fastest compiled step that fits, by what a compile is worth. The bytes of a compiled candidate correct what is expected of
    the next ones, at other batches too (`corrections.py`), and its seconds correct the prices of saving (`seconds.py`).
 4. The named policies that may fit, at the batch of the best step. The model may be wrong about `none`, and XLA decides.
-5. Where XLA compiles a step within a second, candidates near to compiled ones: they save one value more or less, and fit if
-   the model is wrong by what a layer saves. Such steps have few kernels, and the model is wrong about how XLA fuses them.
+5. Where XLA compiles a step within a second or two, candidates near to compiled ones: they save one value more or less, and
+   fit if the model is wrong by what a layer saves. Such steps have few kernels, and the model is wrong about how XLA fuses
+   them.
 
 The loop ends where no step is expected to be faster than the best compiled one that fits by what a compile is worth. The
 answer is the fastest step that fits among all that was compiled. Of equally fast steps it has the fewest bytes.
@@ -43,7 +44,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.errors import CompileError
-from jaxremat.planner.candidates import best_candidate, candidate_of, named_decision, named_policies, near
+from jaxremat.planner.candidates import best_candidate, candidate_of, fastest, named_decision, named_policies, near
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
@@ -342,13 +343,11 @@ class Search:
         None where none of the last ones was the fastest step.
         """
         here = [step for step in self.tried.values() if (step.loss, step.batch) == (place.loss, place.batch)]
-        is_small, best = all(step.cost.is_small for step in here), self.best()
-        if self.scanned or not is_small or not best or here[-_PATIENCE:].count(best) == 0 or self.num_near == _MAX_NEAR:
+        if not self._near_left or self.best() not in here[-_PATIENCE:]:
             return None
         known = [one.decision for (_, at), one in (self.disputed | self.candidates).items() if at == place]
         found = near(self.layer_at(place.batch), self.steps.num_layers, self._corrections(place), known)
-        new = (one for one in found if (one.policy, place.loss, place.batch) not in self.tried)
-        candidate = min(new, key=lambda one: (one.cost_s, one.saved_bytes), default=None)
+        candidate = fastest(one for one in found if (one.policy, place.loss, place.batch) not in self.tried)
         if candidate is None:
             return None
         self.num_near += 1
@@ -556,6 +555,12 @@ class Search:
             return 0
         return _MAX_UNROLLED_BASES - self.num_bases if self.scanned else _MAX_BASES + 2 * len(self.losses) - self.num_bases
 
+    @property
+    def _near_left(self) -> int:
+        """How many further candidates near to compiled ones may be compiled."""
+        is_small = all(step.cost.is_small for step in self.tried.values())
+        return _MAX_NEAR - self.num_near if is_small and not self.scanned else 0
+
     def most_left(self, named: bool) -> int:
         """How many compiles are to come at most, with those of the named policies or without."""
         least = 1 + len(named_policies(self.layer_at(self.reference))) if named and not self.scanned else 1
@@ -567,9 +572,7 @@ class Search:
         bases = smaller + (max(0, self._bases_left) if len(self.batches) > 1 else len(self.losses) - len(self.curves))
         candidates = self._max_places * self._max_candidates - len(self.candidates)
         disputes = len(self._estimates_at(self.reference)) - 1 - self.num_judged
-        is_small = all(step.cost.is_small for step in self.tried.values())
-        near = _MAX_NEAR - self.num_near if named and is_small else 0
-        return bases + disputes + max(0, candidates) + least + near
+        return bases + disputes + max(0, candidates) + least + named * self._near_left
 
 
 def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
