@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxremat.chips.tpu.device import tpu_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.price_file import read_prices
 from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of
@@ -295,6 +296,23 @@ def test_a_trial_is_named_by_its_devices():
     argv = ["--model", "tiny", "--target", "h100-80gb", "--devices", "1,4", "--policy", "dots"]
     cells = cells_of(parse_flags(RecommendFlags, argv))
     assert [(one.num_devices, one.seq_len) for cell in cells for one in cell.trials.values()] == [(1, None), (4, None)]
+
+
+def test_tpus_are_compared_where_they_are_named(monkeypatch):
+    """On one axis, as each compile takes minutes. Of the makers' other devices the meshes are compared."""
+    monkeypatch.setattr("jaxremat.cli.recommend.check_installed", lambda targets: None)
+    named = ["--target", "h100-80gb", "v6e", "--model", "tiny", "--policy", "dots", "--devices", "1,8"]
+    cells = cells_of(parse_flags(RecommendFlags, named))
+    found = [(cell.target, cell.num_devices, cell.flags.mesh, cell.flags.devices) for cell in cells]
+    assert found == [
+        ("h100-80gb", 1, "auto", 1),
+        ("h100-80gb", 8, "auto", 8),
+        ("v6e", 1, None, None),
+        ("v6e", 8, None, 8),
+    ]
+    by_default = {cell.target for cell in cells_of(parse_flags(RecommendFlags, named[3:]))}
+    assert "h100-80gb" in by_default
+    assert not by_default.intersection(tpu_names())
 
 
 def test_a_network_is_of_the_trials_on_several_nodes(capsys):

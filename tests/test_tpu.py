@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxremat.answer.planned import MOST_WHOLE
 from jaxremat.chips.catalog import CHIPS, chip_of, describe
 from jaxremat.chips.target import load_target
 from jaxremat.chips.tpu import installed
@@ -25,9 +26,9 @@ from jaxremat.policy.grammar import parse
 from jaxremat.report.sentences import why_not
 from jaxremat.search.batch import largest_from_above
 from jaxremat.session.flags import RunFlags
-from jaxremat.session.request import check_run
+from jaxremat.session.request import Auto, check_run
 from jaxremat.session.session import Session
-from jaxremat.trial.record import LargestBatchRecord, TrialRecord
+from jaxremat.trial.record import LargestBatchRecord, PlanRecord, TrialRecord
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
@@ -254,6 +255,34 @@ def test_a_program_that_is_too_large_is_an_answer(libtpu):
             _ = done.module
         with pytest.raises(CompileError):
             _ = done.memory_map
+
+
+@pytest.mark.full
+def test_a_plan_is_searched_by_few_compiles_that_fit(libtpu):
+    """Under a preset that compiles slowly, only the plan's own step is compiled."""
+    budget, presets = 64 * MIB, ("default", "maxtext-tpu")
+    for preset in presets:
+        session = Session(mlp_stack, target="v6e", budget=budget, optimizer="sgd-momentum", xla_preset=preset)
+        plan, trial = session.plan(batch=8).records
+        assert isinstance(plan, PlanRecord)
+        assert isinstance(trial, TrialRecord)
+        searched = plan.tried if preset == "default" else plan.tried[:-1]
+        assert 1 < sum(step.total_bytes <= budget for step in searched) <= MOST_WHOLE
+        own = session.trials.compile(parse(plan.policy), 8)
+        assert (plan.total_bytes, trial.xla_preset, trial.step_s) == (own.memory.total_bytes, preset, plan.step_s)
+        assert plan.policy == "nothing", "the four layers' values have room on the chip itself"
+
+
+@pytest.mark.full
+def test_a_plan_for_a_tpu_has_one_loss_and_one_layout(libtpu):
+    for target, losses, layouts in (
+        ("v6e", ("chunked",), ("loop",)),
+        ("h100-80gb", ("full", "chunked"), ("loop", "unrolled")),
+    ):
+        session = Session.of(check_run(RunFlags(model="tiny", target=target, policy=("auto", "dots"))), load_target(target))
+        auto = session.request.policies[0].policy
+        assert isinstance(auto, Auto)
+        assert (auto.losses, auto.layouts) == (losses, layouts)
 
 
 @pytest.mark.full

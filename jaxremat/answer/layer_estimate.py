@@ -73,7 +73,7 @@ def cost_of(done: Compilation, speed: DeviceSpeed, kinds: Sequence[EqualLayers] 
     """
     if done.is_too_large:
         flops = count_step_flops(done.jaxpr).total / done.mesh.num_devices
-        return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"))
+        return Cost(done.memory.total_bytes, flops / speed.flops_per_s("bf16"), is_rejected=True)
     moments = moments_of(done, kinds) if done.dump and kinds else None
     num_instructions = sum(len(one.instructions) for one in done.module.computations.values())
     step_s = predict_step_time(done.module, speed).step_s

@@ -19,6 +19,8 @@ from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 
+#: So many steps that fit are compiled for a plan where such a compile takes minutes, and XLA rejects others in seconds.
+MOST_WHOLE = 4
 #: The progress of a plan: called before each compile with the policy, the batch, and which compile it is.
 OnCompile = Callable[[str, int, Compile], None]
 #: Called with each step that fits and is better than those before: its trials, policy and batch, and the number of compiles.
@@ -82,7 +84,8 @@ def plan_run(
         offload: whether to try plans that offload more. They assume that kernels hide the host transfers of as many bytes as
             the link moves while a layer runs; the compiled schedule shows whether they do. Otherwise a host transfer is priced
             as if no kernel hid it.
-        layouts: the layouts of the layers to choose between: empty for that of the trials, or both. See `planner/search.py`.
+        layouts: the layouts of the layers to choose between, a scan first. Empty for that of the trials. See
+            `planner/search.py`.
         named: whether the named policies that could fit are compiled too.
 
     Raises:
@@ -124,11 +127,10 @@ def _plan(
 
     `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plan`.
     """
-    first = _Compiles(trials.with_layout("loop") if layouts else trials, compiles=Compiles(), **common)
-    all_layouts = [first]
-    if layouts:
-        of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
-        all_layouts.append(replace(first, trials=trials.with_layout("unrolled"), **of_scan))
+    layout, *others = layouts or (None,)
+    first = _Compiles(trials.with_layout(layout), compiles=Compiles(), **common)
+    of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
+    all_layouts = [first, *(replace(first, trials=trials.with_layout(other), **of_scan) for other in others)]
     fixed_bytes = first.trials.with_loss(losses[0]).state_bytes()
     steps = [replace(one.steps(options["batch"]), known=one.known(losses)) for one in all_layouts]
     found, *others = find_plans(steps, losses=losses, named=named, fixed_bytes=fixed_bytes, **options)
@@ -164,6 +166,23 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
     found = found_by(search, "time").plan
     assert found is not None, "the layers' own layout has a plan, or a step that doesn't fit"
     yield of_plan.planned(found)
+
+
+def compiled_under(planned: Planned, xla_preset: str) -> Planned:
+    """The plan with its step compiled under another preset of XLA's options.
+
+    Its bytes and seconds are those of that program. The steps that were tried before keep theirs. Where the step doesn't fit
+    under that preset, there is no plan.
+    """
+    answer, trials = planned.answer, replace(planned.trials, xla_preset=xla_preset)
+    cost = cost_of(trials.compile(answer.policy, answer.batch), speed_of(trials.target))
+    step, found = Tried(answer.policy, answer.loss, answer.batch, cost), planned.found
+    tried = (*found.tried, step)
+    if isinstance(found, Plan) and cost.total_bytes <= trials.budget_bytes:
+        found = replace(found, cost=cost, tried=tried)
+    else:
+        found = NoPlan(step, tried)
+    return replace(planned, found=found, trials=trials, num_compiles=planned.num_compiles + 1)
 
 
 @dataclass
@@ -257,6 +276,7 @@ class _Compiles:
             has_groups=layers.has_groups,
             allows=layers.layer.allows,
             has_own_base=self.is_other and self.trials.target.mesh is not None,
+            most_that_fit=MOST_WHOLE if self.trials.speaks_early else None,
         )
 
     def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:

@@ -150,6 +150,8 @@ class CompilerOptions:
         matmuls: the one that chooses the kernels of matmuls.
         presets: the options of each `--xla-preset`, by its name.
         pool_presets: the presets under which XLA's program depends on the size of the allocator's pool.
+        slow_presets: the presets under which a step compiles for many minutes. A plan is searched under the default preset, and
+            its step is then compiled under the requested one.
         memory_limit: the name of the one with the MiB that a program may take. XLA rejects a larger program, with the bytes that
             it needs (`Chip.needed_bytes`). None where XLA compiles programs of any size.
     """
@@ -161,6 +163,7 @@ class CompilerOptions:
     matmuls: MatmulSwitch | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pool_presets: Collection[str] = ()
+    slow_presets: Collection[str] = ()
     memory_limit: str | None = None
 
 

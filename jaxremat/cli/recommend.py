@@ -1,13 +1,13 @@
-"""The command `jaxremat recommend`: which GPUs to rent, how many, how fast, at what cost.
+"""The command `jaxremat recommend`: which GPUs or TPUs to rent, how many, how fast, at what cost.
 
     jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
 For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy, or without it for MaxText,
-whose config has the mesh. Then there is one for `none` on the best mesh, which says whether checkpointing is needed at all. The
+whose config has the mesh. On TPUs, where each compile takes minutes, the mesh is `fsdp=N`. Then there is one for `none` on the best mesh, which says whether checkpointing is needed at all. The
 trials run in processes of their own, and their records are saved in --out. However the command ends, the same command resumes
 it.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the GPUs, 130 interrupted (finished trials are saved).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the devices, 130 interrupted (finished trials are saved).
 """
 
 import itertools
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxremat.chips.catalog import bundled_names, check_installed, describe
+from jaxremat.chips.catalog import bundled_names, check_installed, chip_of, describe
 from jaxremat.cli.command import flags_command
 from jaxremat.cli.grid import Checked, check_some_valid, run_flags, surroundings, trial_of
 from jaxremat.cli.many_trials import SAVED, check_how_trials_run, run_trials, store_of
@@ -42,10 +42,10 @@ _BROKE = ("oom", "timeout", "crashed")
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of GPUs of one kind, and the trials of its policies.
+    """A number of devices of one kind, and the trials of its policies.
 
     Attributes:
-        target: the name of the GPU.
+        target: the name of the device.
         num_devices: how many of them.
         flags: the flags of its trials, without a policy.
         trials: by policy, its trial.
@@ -98,7 +98,7 @@ def in_cache() -> Path:
 
 
 def _known_names(flags: RecommendFlags) -> list[str]:
-    """The names that may have a price: the bundled GPUs, and those of requested files."""
+    """The names that may have a price: the bundled devices, and those of requested files."""
     return list(dict.fromkeys([*bundled_names(), *(describe(name)[0] for name in _targets(flags))]))
 
 
@@ -108,11 +108,11 @@ def _targets(flags: RecommendFlags) -> list[str]:
     Raises:
         UsageError: a target isn't known, or is in this machine.
     """
-    targets = list(dict.fromkeys(flags.target)) or list(bundled_names())
+    targets = list(dict.fromkeys(flags.target)) or [name for name in bundled_names() if chip_of(name).is_gpu]
     for target in targets:
         if target in ("gpu", "cpu"):
             raise UsageError(
-                f"--target {target} is in this machine, and GPUs to rent are compared by predicted times",
+                f"--target {target} is in this machine, and devices to rent are compared by predicted times",
                 next_step="name it, such as --target h100-80gb; measure here with jaxremat run",
             )
         describe(target)
@@ -124,7 +124,7 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
 
     Raises:
         UsageError: a value isn't valid in any trial, or a policy in none of its own.
-        MissingDependencyError: the wheels to compile for GPUs that aren't here aren't installed.
+        MissingDependencyError: the wheels to compile for devices that aren't here aren't installed.
     """
     check_how_trials_run(flags)
     policies, around = list(dict.fromkeys(flags.policy)) or ["auto"], surroundings()
@@ -132,7 +132,8 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     basis = _with_short_compiles(without_maxtext(run_flags(flags, **own, xla_preset=(flags.xla_preset,))))
     cells, checked = list[Cell](), list[tuple[tuple[str], Checked]]()
     for target, num_devices in itertools.product(_targets(flags), flags.devices or _DEVICES):
-        of_cell = replace(basis, target=target, devices=num_devices if basis.mesh or num_devices > 1 else None)
+        mesh = None if chip_of(target).options.memory_limit else basis.mesh
+        of_cell = replace(basis, target=target, mesh=mesh, devices=num_devices if mesh or num_devices > 1 else None)
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]
         trials = {policy: trial for policy, (trial, _) in found.items()}

@@ -23,10 +23,19 @@ class Curve:
     """Bytes and seconds of the full-remat step by batch.
 
     It was compiled at `points`, which have rising batches. Between two points, and beyond the first and the last two, the
-    curve is a straight line.
+    curve is a straight line. Steps that XLA rejected are left out of these lines where two others are known.
     """
 
     points: tuple[CurvePoint, ...]
+
+    @property
+    def accepted(self) -> tuple[CurvePoint, ...]:
+        """The points whose steps XLA compiled."""
+        return tuple(point for point in self.points if not point.cost.is_rejected)
+
+    @property
+    def _corners(self) -> tuple[CurvePoint, ...]:
+        return accepted if len(accepted := self.accepted) > 1 else self.points
 
     def with_point(self, batch: int, cost: Cost) -> "Curve":
         others = (point for point in self.points if point.batch != batch)
@@ -38,9 +47,9 @@ class Curve:
     def at(self, batch: int) -> Cost:
         if compiled := next((point.cost for point in self.points if point.batch == batch), None):
             return compiled
-        last = len(self.points) - 1
-        right = next((n for n, point in enumerate(self.points) if n and point.batch >= batch), last)
-        low, high = self.points[right - 1 : right + 1]
+        corners, last = self._corners, len(self._corners) - 1
+        right = next((n for n, point in enumerate(corners) if n and point.batch >= batch), last)
+        low, high = corners[right - 1 : right + 1]
         share = (batch - low.batch) / (high.batch - low.batch)
         total_bytes = round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes))
         step_s = low.cost.step_s + share * (high.cost.step_s - low.cost.step_s)
@@ -63,6 +72,6 @@ class Curve:
 
     def reach(self, budget_bytes: int) -> float:
         """The batch at which the line through the last two points meets the budget."""
-        low, high = self.points[-2:]
+        low, high = self._corners[-2:]
         per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
         return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence

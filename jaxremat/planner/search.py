@@ -214,7 +214,8 @@ class Search:
         key = (batch, self.num_bases)
         if key not in self.memo:
             first = self.steps.layer_at(batch)
-            self.memo[key] = (first, *first.alternatives)
+            others = () if self.steps.most_that_fit else first.alternatives  # a compile that tells them apart takes minutes
+            self.memo[key] = (first, *others)
         return self.memo[key]
 
     @property
@@ -282,12 +283,15 @@ class Search:
         """
         if loss not in self.curves:
             return self.first_batch
-        (low, first), *more = [(point.batch, point.cost) for point in self.curves[loss].points if point.batch]
-        if more or self.start or len(self.batches) == 1 or not self.steps.fits(first):
+        points = [point for point in self.curves[loss].accepted if point.batch]
+        if len(points) != 1 or self.start or len(self.batches) == 1 or not self.steps.fits(points[0].cost):
             return None
+        low, first = points[0].batch, points[0].cost
+        rejected = min((point.batch for point in self.curves[loss].points if point.cost.is_rejected), default=math.inf)
         left_bytes, most = self.steps.budget_bytes - first.total_bytes, (first.total_bytes - self.fixed_bytes) / low
         least = self.steps.num_layers * _bytes_per_sequence(self.steps)
-        high = at_most(self.batches, max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least))))
+        guess = max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least)))
+        high = at_most(self.batches, min(guess, (low + rejected) / 2))
         return high if high > low else None
 
     def _at(self, place: Place) -> Proposal | None:
@@ -422,14 +426,15 @@ class Search:
     def _extend(self, place: Place, cost: Cost) -> None:
         """Adds a compiled step to the curve of its loss.
 
-        The first one begins at the state, and the second one does without.
+        The first one begins at the state, and with two that XLA compiled, the curve does without.
         """
         if place.loss not in self.curves:
             start = CurvePoint(0, Cost(self.fixed_bytes, 0.0))
             self.curves[place.loss] = Curve((start, CurvePoint(place.batch, cost)))
             return
-        points = tuple(point for point in self.curves[place.loss].points if point.batch)
-        self.curves[place.loss] = Curve(points).with_point(place.batch, cost)
+        curve = self.curves[place.loss].with_point(place.batch, cost)
+        has_two = sum(point.batch > 0 for point in curve.accepted) > 1
+        self.curves[place.loss] = Curve(tuple(point for point in curve.points if point.batch)) if has_two else curve
 
     # Estimates of a layer.
 
@@ -579,14 +584,15 @@ def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
     """Compiles what promises the most, until no step is worth it. Yields after each compile.
 
     The searches are those of a scan and of the same layers, unrolled. The named policies are compiled in the faster layout.
-    What was compiled before is known from the start.
+    What was compiled before is known from the start. After `Steps.most_that_fit` steps that fit, the search ends.
     """
     for search in searches:
         search.named = named or search.scanned is not None
         for policy, loss, batch in search.steps.known:
             if batch in search.batches:
                 search.add(policy, Place(loss, batch))
-    while True:
+    most, known = searches[0].steps.most_that_fit or math.inf, _num_fitting(searches)
+    while _num_fitting(searches) - known < most:
         ahead = max(searches, key=lambda search: best.speed if (best := search.best()) else 0.0)
         steps = [*((one, one.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
         search, step = next(((one, step) for one, has_named in steps if (step := one.next(has_named))), (ahead, None))
@@ -595,6 +601,10 @@ def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
         searches[0].steps.expect(sum(one.most_left(named) for one in searches))
         search.attempt(step)
         yield
+
+
+def _num_fitting(searches: Sequence[Search]) -> int:
+    return sum(search.steps.fits(step.cost) for search in searches for step in search.tried.values())
 
 
 def at_most(batches: Sequence[int], limit: float) -> int:

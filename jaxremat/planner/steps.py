@@ -47,12 +47,15 @@ class Cost:
         moments: for a full-remat step, a function from the names of operations to its moments if those didn't run a second time.
             None where nothing is known of them.
         is_small: whether XLA compiles the step within a second or two.
+        is_rejected: whether XLA rejected the step as too large. Its seconds are a guess then, and its bytes may be those of a
+            program in which XLA has already made room.
     """
 
     total_bytes: int
     step_s: float
     moments: Callable[[frozenset[str]], tuple[Moment, ...]] | None = field(default=None, compare=False, repr=False)
     is_small: bool = field(default=False, compare=False)
+    is_rejected: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Steps:
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
         allows: whether a plan may choose a policy.
         has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
+        most_that_fit: how many steps that fit are compiled at most, where such a compile takes minutes and XLA rejects other
+            steps in seconds. None for no limit.
         known: the policies, losses and batches of steps that were compiled before, for other rows of the same command.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
@@ -78,6 +83,7 @@ class Steps:
     has_groups: bool | None = None
     allows: Callable[[Policy], bool] = lambda policy: True
     has_own_base: bool = False
+    most_that_fit: int | None = None
     known: tuple[tuple[Policy, str, int], ...] = ()
     expect: Callable[[int], None] = lambda further: None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from jaxremat.chips.catalog import chip_of
 from jaxremat.report import policy_text
 from jaxremat.report.steps import TIED, short_number, steps_table
 from jaxremat.report.table import interval_text
@@ -40,7 +41,8 @@ def recommend_table(rows: Sequence[RecommendationRecord], title: str, *, by_cost
 
     Rows without an answer are in the sentences.
     """
-    titles = {"rate": f"{_unit(rows)}/s\nof all"} | ({} if by_cost else {"hours": "", "cost": ""})
+    titles = {"GPUs": f"{_device(rows)}s", "rate": f"{_unit(rows)}/s\nof all"}
+    titles |= {} if by_cost else {"hours": "", "cost": ""}
     shown, tied = [row for row in rows if row.total_bytes is not None], _tied(rows, by_cost=by_cost)
     table = steps_table("offers", title, shown, titles=titles, tied=tied, marked="cost" if by_cost else "rate")
     if by_cost and width < _ROOMY:
@@ -82,6 +84,11 @@ def _unit(rows: Sequence[RecommendationRecord]) -> str:
     return "samples" if any(row.counted == "samples" for row in rows) else "tokens"
 
 
+def _device(rows: Sequence[RecommendationRecord]) -> str:
+    """What a row has a number of."""
+    return "GPU" if all(chip_of(row.target).is_gpu for row in rows) else "device"
+
+
 def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_complete: bool = True) -> list[str]:
     """The fastest row, and the cheapest one where prices are known.
 
@@ -91,7 +98,9 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
     """
     fitting = [row for row in rows if row.fits and row.tokens_per_s]
     if not fitting:
-        return ["Nothing fits on any of these GPUs."] if is_complete and not any(row.error for row in rows) else []
+        return (
+            [f"Nothing fits on any of these {_device(rows)}s."] if is_complete and not any(row.error for row in rows) else []
+        )
     fastest, so_far = max(fitting, key=lambda row: row.tokens_per_s or 0.0), "" if is_complete else " so far"
     speed = f"{fastest.tokens_per_s:,.0f} {fastest.counted}/s, predicted"
     said = [f"{_place('fastest', rows, by_cost=False)}{so_far}: {_gpus_and_mesh(fastest)}: {speed}."]
@@ -116,16 +125,16 @@ def _gpus_and_mesh(row: RecommendationRecord) -> str:
 
 def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
-    rate = _unit(rows)
-    said = [f"GiB and batch are those of one GPU; {rate}/s are those of all GPUs of a row, predicted."]
+    rate, device = _unit(rows), _device(rows)
+    said = [f"GiB and batch are those of one {device}; {rate}/s are those of all {device}s of a row, predicted."]
     if intervals := {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}:
         took = " or ".join(sorted(map(interval_text, intervals)))
-        said.append(f"Published steps on several GPUs took {took} longer than predicted.")
+        said.append(f"Published steps on several {device}s took {took} longer than predicted.")
     if any(row.checkpointing for row in rows):
         share = f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing"
         said.append(f"{share}; or the GiB of the smallest such step where it doesn't fit, so that checkpointing is needed.")
     if tied := _tied(rows, by_cost=by_cost):
-        apart = f"rows of one kind of GPU are told apart by {tied[0].paired_error or 0.0:.0%}, others by their interval"
+        apart = f"rows of one kind of {device} are told apart by {tied[0].paired_error or 0.0:.0%}, others by their interval"
         said.append(f"{TIED} As {'cheap as the cheapest' if by_cost else 'fast as the fastest'}: {apart}.")
     if by_cost:
         said.append(f"Hours and cost are those of a billion {rate}.")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from jaxremat.answer.planned import OnCompile, plan_run
+from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
 from jaxremat.policy.spec import Policy
@@ -131,11 +131,18 @@ def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, lis
         listener.so_far(trials.record(policy, batch, "probe", requested=requested.text, num_compiles=num_compiles))
 
     request, flags = session.request, session.request.flags
-    planned_batch = session.planned_batch if len(auto.losses) == 1 and not auto.layouts else None
+    preset, planned_batch = requested.xla_preset, session.planned_batch
+    is_slow = preset in session.trials.target.chip.options.slow_presets
+    if len(auto.losses) > 1 or len(auto.layouts) > 1:
+        planned_batch = None
+    if is_slow:
+        listener.note(
+            f"auto: searched under XLA's default flags; then its step is compiled under {preset}, for many minutes"
+        )
     listener.progress("auto: the layer's values and what recomputing them costs")
     for batch in request.batches or (planned_batch,):
         planned = plan_run(
-            replace(session.trials, xla_preset=requested.xla_preset),
+            replace(session.trials, xla_preset="default" if is_slow else preset),
             losses=auto.losses,
             batch=batch,
             max_batch=flags.max_batch,
@@ -145,6 +152,7 @@ def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, lis
             on_best=on_best,
             layouts=auto.layouts,
         )
+        planned = compiled_under(planned, preset) if is_slow else planned
         answer_plan(planned, flags.objective, listener.record, None if request.batches else flags.max_batch)
 
 

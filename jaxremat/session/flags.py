@@ -265,10 +265,10 @@ class SweepFlags(SearchFlags, SharedFlags, GridFlags):
 
 @dataclass(frozen=True)
 class RecommendFlags:
-    """Which GPUs to rent, how many, and how to train on them.
+    """Which GPUs or TPUs to rent, how many, and how to train on them.
 
     For every target and number of devices: the mesh, the policy, the batch, tokens per second, and with --price the cost. The
-    GPUs aren't needed. What is finished is in --out, and the same command again resumes it.
+    devices aren't needed. What is finished is in --out, and the same command again resumes it.
     """
 
     model: Annotated[str | None, Parameter(metavar="MODEL|PKG.MOD:ATTR|FILE.py:ATTR")] = None
@@ -289,7 +289,8 @@ class RecommendFlags:
     global_batch: Annotated[int | None, Parameter(metavar="G")] = None
     """Sequences per step on all devices. Default: as many as are fastest."""
     target: Annotated[Words, Parameter(metavar="NAME|FILE [NAME|FILE ...]")] = ()
-    """GPUs to compare. Default: all of jaxremat run --list targets."""
+    """GPUs and TPUs to compare. Default: all GPUs of jaxremat run --list targets. TPUs, whose compiles take minutes, are
+    compared where they are named, on one axis: --mesh fsdp=N."""
     devices: Annotated[
         tuple[int, ...], Parameter(metavar="N[,N...]", converter=whole_numbers(MAX_DEVICES, "1,8,16,64"))
     ] = ()
@@ -299,9 +300,9 @@ class RecommendFlags:
     policy: Annotated[Words, Parameter(metavar="POLICY [POLICY ...]")] = ()
     """Policies of which the fastest counts. Default: auto, which plans."""
     price: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
-    """What one GPU costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
+    """What one device costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
     budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
-    """Bytes a step may use on each GPU, such as 40GiB. Default: --mem-fraction of its memory."""
+    """Bytes a step may use on each device, such as 40GiB. Default: --mem-fraction of its memory."""
     mem_fraction: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of a device's memory that a step may use. Default: as in jaxremat run."""
     max_batch: Annotated[int | None, Parameter(metavar="N")] = None

@@ -25,6 +25,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
     is written for.
     """
+    from jaxremat.answer.planned import MOST_WHOLE
     from jaxremat.policy.offload import PASS, flag_line, has_fault
     from jaxremat.policy.spec import OWN
     from jaxremat.units import gib
@@ -64,6 +65,8 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     if trials.reserve_bytes is not None:
         outside, needed = target.chip.outside, target.chip.outside_needed
         yield f"outside   {gib(trials.reserve_bytes)} are left for {outside}; what these take is {needed}"
+    if trials.speaks_early and any(isinstance(requested.policy, Auto) for requested in request.policies):
+        yield f"plan      compiles at most {MOST_WHOLE} steps that fit, each for minutes, under one loss and in one layout"
     policies = [
         requested.policy.policy if isinstance(requested.policy, PlanFile) else requested.policy
         for requested in request.policies

@@ -359,11 +359,16 @@ def _budget(request: Request[Any], target: "Target") -> "tuple[Budget, str]":
 def _checked(requested: RequestedPolicy, trials: "Trials") -> RequestedPolicy:
     """The policy, checked against the layers of the model and the names of their values.
 
+    Where compiles take minutes, a plan has the loss of the fewest bytes, and its layers in a scan.
+
     Raises:
         UnknownNameError: the model has no such name.
         UnknownPolicyError: the policy's groups don't fit the number of layers.
         UsageError: there are no layers.
     """
+    if isinstance(auto := requested.policy, Auto) and trials.speaks_early:  # there a step that fits compiles for minutes
+        least = "chunked" if "chunked" in auto.losses else auto.losses[0]
+        return replace(requested, policy=Auto((least,), auto.layouts[:1]))
     if isinstance(requested.policy, Auto | Frontier):
         return requested
     if isinstance(plan := requested.policy, PlanFile):

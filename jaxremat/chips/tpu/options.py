@@ -24,5 +24,6 @@ OPTIONS = CompilerOptions(
             "xla_enable_async_all_gather": True,
         }
     },
+    slow_presets=("maxtext-tpu",),
     memory_limit="xla_tpu_max_hbm_size_mib",
 )
