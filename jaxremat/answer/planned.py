@@ -171,8 +171,7 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
 def compiled_under(planned: Planned, xla_preset: str) -> Planned:
     """The plan with its step compiled under another preset of XLA's options.
 
-    Its bytes and seconds are those of that program. The steps that were tried before keep theirs. Where the step doesn't fit
-    under that preset, there is no plan.
+    Its bytes and seconds are those of that program. There is no plan if the step doesn't fit under that preset.
     """
     answer, trials = planned.answer, replace(planned.trials, xla_preset=xla_preset)
     cost = cost_of(trials.compile(answer.policy, answer.batch), speed_of(trials.target))

@@ -2,10 +2,10 @@
 
     jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
-For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy, or without it for MaxText,
-whose config has the mesh. On TPUs, where each compile takes minutes, the mesh is `fsdp=N`. Then there is one for `none` on the best mesh, which says whether checkpointing is needed at all. The
-trials run in processes of their own, and their records are saved in --out. However the command ends, the same command resumes
-it.
+For each target and number of devices there is a trial of `jaxremat run --mesh auto` for each policy, or without it for
+MaxText, whose config has the mesh. On TPUs, where each compile takes minutes, the mesh is `fsdp=N`. Then there is one for
+`none` on the best mesh, which says whether checkpointing is needed at all. The trials run in processes of their own, and their
+records are saved in --out. However the command ends, the same command resumes it.
 
 Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the devices, 130 interrupted (finished trials are saved).
 """
