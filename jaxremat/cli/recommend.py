@@ -1,4 +1,4 @@
-"""The command `jaxremat recommend`: which GPUs or TPUs to rent, how many, how fast, at what cost.
+"""The command `jaxremat recommend`: what to rent, how many, how fast, at what cost.
 
     jaxremat recommend --model llama3-8b --seq-len 4096 --global-batch 512 --price prices.toml
 
