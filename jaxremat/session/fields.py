@@ -26,7 +26,7 @@ from jaxremat.errors import UsageError, bad_value, flag_of, nearest
 FlagsT = TypeVar("FlagsT")
 Converter = Callable[[Any, Sequence[Token]], Any]
 #: By type, the values that a text can say.
-_ALLOWED = {int: f"a whole number of at most {sys.get_int_max_str_digits():,} digits", float: "a number"}
+_ALLOWED = {int: "a whole number such as 8", float: "a number"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,8 @@ def _value(kind: Any, token: Token) -> Any:
             try:
                 return one(token.value)
             except ValueError:
-                choices.append(_ALLOWED[one])
+                is_long = one is int and token.value.lstrip("+-").isdecimal()
+                choices.append(f"at most {sys.get_int_max_str_digits():,} digits" if is_long else _ALLOWED[one])
     shown = token.value if len(token.value) <= 60 else f"{token.value[:57]}..."
     raise bad_value(flag, repr(shown), ", ".join(choices), nearest(token.value, choices) or f"leave {flag} out")
 
