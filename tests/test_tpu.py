@@ -268,7 +268,7 @@ def test_a_plan_is_searched_by_few_compiles_that_fit(libtpu):
         assert isinstance(trial, TrialRecord)
         searched = plan.tried if preset == "default" else plan.tried[:-1]
         assert 1 < sum(step.total_bytes <= budget for step in searched) <= MOST_WHOLE
-        own = session.trials.compile(parse(plan.policy), 8)
+        own = replace(session.trials, xla_preset=preset).compile(parse(plan.policy), 8)
         assert (plan.total_bytes, trial.xla_preset, trial.step_s) == (own.memory.total_bytes, preset, plan.step_s)
         assert plan.policy == "nothing", "the four layers' values have room on the chip itself"
 
