@@ -400,6 +400,14 @@ def test_few_steps_that_fit_find_the_plan_although_rejections_mislead(budget):
     assert found.batch / found.cost.step_s >= 0.99 * right.batch / right.cost.step_s
 
 
+@pytest.mark.parametrize("most_that_fit", [2, 4])
+def test_where_few_steps_are_compiled_none_comes_first_if_it_has_room(most_that_fit):
+    found = plan(Xla(), 60_000, most_that_fit, batch=4, losses=("chunked",))
+    assert [str(step.policy) for step in found.tried[:2]] == ["nothing", "none"]
+    assert isinstance(found, Plan)
+    assert found.policy == Rule("none")
+
+
 def test_the_least_memory():
     found = plan(Xla(), 20_000, objective="memory", batch=8)
     assert isinstance(found, Plan)

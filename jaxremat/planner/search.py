@@ -297,7 +297,8 @@ class Search:
     def _at(self, place: Place) -> Proposal | None:
         """The next step at a place: full remat, and then the best candidates.
 
-        Where unrolled layers have room for all values, `none` comes before the candidates.
+        Where unrolled layers have room for all values, `none` comes before the candidates. So it does where few steps may be
+        compiled, in a scan too.
         """
         base, (layer, layout_s) = self.base(place), self._priced_at(place.batch)
         needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
@@ -306,7 +307,7 @@ class Search:
         if not self._is_compiled(place):
             last = self.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
             return Proposal(NOTHING, replace(place, batch=min(place.batch, at_most(self.batches, _GROWTH * last))))
-        if not layer.in_scan and self.named and (none := self._named(place, _SURELY_FITS)):
+        if (self.steps.most_that_fit or not layer.in_scan) and self.named and (none := self._named(place, _SURELY_FITS)):
             return none
         fits = {step.policy: step.cost.step_s for step in self.fitting(place)}
         here = [policy for policy, at in self.candidates if at == place]
