@@ -258,19 +258,19 @@ def test_a_program_that_is_too_large_is_an_answer(libtpu):
 
 
 @pytest.mark.full
-def test_a_plan_is_searched_by_few_compiles_that_fit(libtpu):
-    """Under a preset that compiles slowly, only the plan's own step is compiled."""
-    budget, presets = 64 * MIB, ("default", "maxtext-tpu")
-    for preset in presets:
-        session = Session(mlp_stack, target="v6e", budget=budget, optimizer="sgd-momentum", xla_preset=preset)
-        plan, trial = session.plan(batch=8).records
-        assert isinstance(plan, PlanRecord)
-        assert isinstance(trial, TrialRecord)
-        searched = plan.tried if preset == "default" else plan.tried[:-1]
-        assert 1 < sum(step.total_bytes <= budget for step in searched) <= MOST_WHOLE
-        own = replace(session.trials, xla_preset=preset).compile(parse(plan.policy), 8)
-        assert (plan.total_bytes, trial.xla_preset, trial.step_s) == (own.memory.total_bytes, preset, plan.step_s)
-        assert plan.policy == "nothing", "the four layers' values have room on the chip itself"
+@pytest.mark.parametrize(("target", "preset"), [("v6e", "default"), ("v5e", "maxtext-tpu")])
+def test_a_plan_is_searched_by_few_compiles_that_fit(libtpu, target, preset):
+    """Under a preset that compiles slowly, only the plan's own step is compiled. A newer libtpu rejects that one on v6e."""
+    budget = 128 * MIB
+    session = Session(mlp_stack, target=target, budget=budget, optimizer="sgd-momentum", xla_preset=preset)
+    plan, trial = session.plan(batch=8).records
+    assert isinstance(plan, PlanRecord)
+    assert isinstance(trial, TrialRecord)
+    searched = [step for step in plan.tried[: None if preset == "default" else -1] if step.total_bytes <= budget]
+    assert 1 < len(searched) <= MOST_WHOLE
+    assert plan.policy == min(searched, key=lambda step: (step.step_s, step.total_bytes)).policy
+    own = replace(session.trials, xla_preset=preset).compile(parse(plan.policy), 8)
+    assert (plan.total_bytes, trial.xla_preset, trial.step_s) == (own.memory.total_bytes, preset, plan.step_s)
 
 
 @pytest.mark.full

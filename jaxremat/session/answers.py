@@ -7,11 +7,13 @@ Each record is passed on as soon as it is finished.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
+from jaxremat.errors import CompileError
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
@@ -152,8 +154,14 @@ def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, lis
             on_best=on_best,
             layouts=auto.layouts,
         )
-        planned = compiled_under(planned, preset) if is_slow else planned
-        answer_plan(planned, flags.objective, listener.record, None if request.batches else flags.max_batch)
+        answer = partial(answer_plan, objective=flags.objective, emit=listener.record)
+        max_batch = None if request.batches else flags.max_batch
+        try:
+            planned = compiled_under(planned, preset) if is_slow else planned
+        except CompileError:
+            answer(planned, max_batch=max_batch)  # by the default flags, for which it was searched
+            raise
+        answer(planned, max_batch=max_batch)
 
 
 def _says(listener: Listener, what: str) -> OnCompile:

@@ -2,7 +2,7 @@
 
 `maxtext-tpu` has the flags with which published recipes train dense models on v6e. A kernel may use more of the memory on the
 chip, collectives run beside matmuls in one fusion, and matmuls aren't divided into the steps of collectives. Such programs take
-less memory, and many minutes to compile.
+less memory, and many minutes to compile. The libtpu of jax 0.12 takes these fusions on v5e alone, and rejects them on v6e.
 
 References:
     AI-Hypercomputer/tpu-recipes, training/trillium; AI-Hypercomputer/maxtext, `xla_flags_library.py`.
