@@ -127,10 +127,10 @@ def _plan(
 
     `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plan`.
     """
-    layout, *others = layouts or (None,)
+    layout, *other_layouts = layouts or (None,)
     first = _Compiles(trials.with_layout(layout), compiles=Compiles(), **common)
     of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
-    all_layouts = [first, *(replace(first, trials=trials.with_layout(other), **of_scan) for other in others)]
+    all_layouts = [first, *(replace(first, trials=trials.with_layout(other), **of_scan) for other in other_layouts)]
     fixed_bytes = first.trials.with_loss(losses[0]).state_bytes()
     steps = [replace(one.steps(options["batch"]), known=one.known(losses)) for one in all_layouts]
     found, *others = find_plans(steps, losses=losses, named=named, fixed_bytes=fixed_bytes, **options)

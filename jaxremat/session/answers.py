@@ -7,13 +7,11 @@ Each record is passed on as soon as it is finished.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
-from jaxremat.errors import CompileError
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
@@ -154,14 +152,10 @@ def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, lis
             on_best=on_best,
             layouts=auto.layouts,
         )
-        answer = partial(answer_plan, objective=flags.objective, emit=listener.record)
-        max_batch = None if request.batches else flags.max_batch
         try:
             planned = compiled_under(planned, preset) if is_slow else planned
-        except CompileError:
-            answer(planned, max_batch=max_batch)  # by the default flags, for which it was searched
-            raise
-        answer(planned, max_batch=max_batch)
+        finally:  # if XLA rejects the step, the plan by the default flags is shown
+            answer_plan(planned, flags.objective, listener.record, None if request.batches else flags.max_batch)
 
 
 def _says(listener: Listener, what: str) -> OnCompile:

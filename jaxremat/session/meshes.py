@@ -151,9 +151,8 @@ def _entrant(first: Session, requested: RequestedPolicy, mesh: MeshShape, obstac
     changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_group, "steps": {}}
     trials = replace(first.trials, **changes, xla_preset=requested.xla_preset)
     if isinstance(requested.policy, Auto):
-        losses = requested.policy.losses
-        loss = "chunked" if "chunked" in losses else losses[0]
-        return Entrant(mesh, trials.with_loss(loss).with_layout("loop" if requested.policy.layouts else None))
+        auto = requested.policy.with_short_compiles()
+        return Entrant(mesh, trials.with_loss(auto.losses[0]).with_layout(next(iter(auto.layouts), None)))
     policy = _named(requested)
     assert policy is not None, "what isn't planned is a policy"
     try:

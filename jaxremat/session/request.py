@@ -48,6 +48,10 @@ class Auto:
     losses: tuple[str, ...]
     layouts: tuple[Layout, ...] = ()
 
+    def with_short_compiles(self) -> "Auto":
+        """The plan of few and short compiles: the loss of the fewest bytes, layers in a scan."""
+        return Auto(("chunked",) if "chunked" in self.losses else self.losses[:1], self.layouts[:1])
+
 
 @dataclass(frozen=True)
 class Frontier:

@@ -367,8 +367,7 @@ def _checked(requested: RequestedPolicy, trials: "Trials") -> RequestedPolicy:
         UsageError: there are no layers.
     """
     if isinstance(auto := requested.policy, Auto) and trials.speaks_early:  # there a step that fits compiles for minutes
-        least = "chunked" if "chunked" in auto.losses else auto.losses[0]
-        return replace(requested, policy=Auto((least,), auto.layouts[:1]))
+        return replace(requested, policy=auto.with_short_compiles())
     if isinstance(requested.policy, Auto | Frontier):
         return requested
     if isinstance(plan := requested.policy, PlanFile):
