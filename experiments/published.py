@@ -276,7 +276,8 @@ def predicted(program: Program, module: "Module") -> dict[str, float]:
     """The predicted seconds of a program, in all and by class of kernels.
 
     Matmuls and attention are those of kernels alone. `other_s` is what they and what is exposed of collectives and host transfers
-    leave of the step. It has by how much kernels take longer in training and beside collectives, too.
+    leave of the step. It has by how much kernels take longer in training and beside collectives, too. On TPUs `matmul_share` is
+    the share of the peak FLOP/s that matmuls reach.
     """
     from jaxremat.xla.clock import predict_kernel_time, predict_step_time
     from jaxremat.xla.kernels import kernels_of
@@ -285,13 +286,16 @@ def predicted(program: Program, module: "Module") -> dict[str, float]:
     if speed is None:
         return {}
     time, seconds = predict_step_time(module, speed), {"matmul_s": 0.0, "attention_s": 0.0}
-    for kernel in kernels_of(module):
+    kernels = kernels_of(module)
+    for kernel in kernels:
         if kernel.kernel_class == "attention" or kernel.kernel_class.endswith("matmul"):
             whose = kernel.kernel_class.rpartition(" ")[2]
             seconds[f"{whose}_s"] += predict_kernel_time(kernel, speed).kernel_s * kernel.count / speed.training_share
     links = {"collective_s": time.collective_s, "collective_exposed_s": time.collective_exposed_s}
     if speed.cycles_per_s:  # of TPUs, whose recipes offload
         links |= {"host_s": time.host_s, "host_exposed_s": time.exposed_s}
+        flops = sum(kernel.flops * kernel.count for kernel in kernels if kernel.cycles)
+        links["matmul_share"] = flops / speed.bf16_flops / seconds["matmul_s"]
     other_s = time.step_s - sum(seconds.values()) - time.collective_exposed_s - time.exposed_s
     return {"predicted_s": time.step_s, **seconds, **links, "other_s": other_s}
 
@@ -399,7 +403,8 @@ def _longer(step: Published, program: Program, events: "Sequence[Kernel | Wait]"
     from jaxremat.chips.tpu.speed import tpu_speed
     from jaxremat.xla.clock import seconds_of
 
-    fitted = Fitted(**dict(zip(TPU_NUMBERS, numbers, strict=True)), error=0.0, paired_error=0.0, source="")
+    numbers_of = dict(zip(TPU_NUMBERS, numbers, strict=True))  # the matmuls of a compiled program have cycles
+    fitted = Fitted(**numbers_of, matmul_share=1.0, error=0.0, paired_error=0.0, source="")
     speed = tpu_speed(replace(load_tpu(step.target), fitted=fitted), _mesh_of(program))
     assert speed is not None, "the links of a TPU with published steps are known"
     return step.measured_s / seconds_of(events, speed).step_s - 1
@@ -516,7 +521,7 @@ MEASURES: Mapping[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, 
         1,
         (
             *("name", "total_bytes", "measured_s", "predicted_s", "longer", "matmul_s", "attention_s", "collective_s"),
-            *("collective_exposed_s", "host_exposed_s", "other_s"),
+            *("collective_exposed_s", "host_exposed_s", "other_s", "matmul_share"),
         ),
     ),
     "fits": (measure_fits, 1, ("without", "num_steps", "training_share", *TPU_NUMBERS, "median_off", "most_off")),
@@ -544,6 +549,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "num_steps": ("steps", str),
     "training_share": ("in training", str),
     "cycles_per_s": ("cycles/s", "{:.3g}".format),
+    "matmul_share": ("of the peak", "{:.2f}".format),
     "attention_share": ("attention", "{:.2f}".format),
     "bandwidth_share": ("bandwidth", "{:.2f}".format),
     "median_off": ("median off", "{:.1%}".format),

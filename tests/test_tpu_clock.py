@@ -13,7 +13,7 @@ from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.tpu.attention import splash_attention
 from jaxremat.chips.tpu.device import Fitted, load_tpu, tpu_names
 from jaxremat.chips.tpu.links import Torus, place_of
-from jaxremat.chips.tpu.speed import ICI, MATMUL_SHARE, tpu_speed
+from jaxremat.chips.tpu.speed import ICI, tpu_speed
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.jax_private import FUSED_ATTENTION, ResidualName
@@ -25,7 +25,7 @@ from jaxremat.xla.kernels import Wait, events_of, kernels_of
 from jaxremat.xla.memory import memory_of_rejected
 
 MB = 10**6
-FITTED = Fitted(1e9, 0.25, 0.5, 0.2, 0.1, "made up")
+FITTED = Fitted(1e9, 0.8, 0.25, 0.5, 0.2, 0.1, "made up")
 #: A device of 1e12 FLOP/s, 1e9 bytes/s of memory, of which kernels without a matmul reach half, and 1e8 bytes/s of other links.
 TPU = replace(
     load_tpu("v5e"),
@@ -250,7 +250,7 @@ def test_a_step_that_is_too_large_takes_its_requested_flops():
     """It has no program, and a planner compares it by its bytes first."""
     w = jax.ShapeDtypeStruct((1000, 1000), jnp.bfloat16)
     done = Compilation(memory_of_rejected(7), "", 0.0, 0.0, jaxpr=jax.make_jaxpr(jnp.dot)(w, w), is_too_large=True)
-    assert cost_of(done, speed()) == Cost(7, 2e9 / (MATMUL_SHARE * 1e12))
+    assert cost_of(done, speed()) == Cost(7, 2e9 / (FITTED.matmul_share * 1e12))
 
 
 @pytest.mark.full

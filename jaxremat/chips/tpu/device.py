@@ -25,6 +25,8 @@ class Fitted:
 
     Attributes:
         cycles_per_s: clock cycles of XLA's estimates that pass in a second.
+        matmul_share: share of the peak FLOP/s that the matmuls of the published steps reach by these cycles. It stands for
+            matmuls whose cycles aren't known, as in a layer that isn't compiled yet.
         attention_share: share of the peak FLOP/s that the kernels of splash attention reach.
         bandwidth_share: share of the memory's bandwidth that kernels without a matmul reach.
         error: how much longer or shorter a real step may take than predicted, as a share: the largest of the published steps,
@@ -35,6 +37,7 @@ class Fitted:
     """
 
     cycles_per_s: float
+    matmul_share: float
     attention_share: float
     bandwidth_share: float
     error: float

@@ -14,8 +14,6 @@ from jaxremat.chips.tpu.device import TpuDescription, layout_of
 from jaxremat.chips.tpu.links import Torus
 from jaxremat.mesh.axes import ONE_DEVICE, MeshShape
 
-#: Share of the peak FLOP/s of matmuls where XLA's estimates aren't known, as in a layer that isn't compiled yet.
-MATMUL_SHARE = 0.85
 #: How collectives send inside a slice: at the links' whole bandwidth, after a microsecond for the first hop.
 ICI = Protocol(base_s=1e-6, node_hop_s=0.0, network_hop_s=0.0, share=1.0)
 
@@ -43,7 +41,7 @@ def tpu_speed(tpu: TpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed
         host_link_bytes_per_s=tpu.host_link_bandwidth,
         clocks_per_s=fitted.cycles_per_s,
         calibration=Calibration(
-            flops_share=(("matmul", MATMUL_SHARE), ("attention", fitted.attention_share)),
+            flops_share=(("matmul", fitted.matmul_share), ("attention", fitted.attention_share)),
             bandwidth_share=(("elementwise", fitted.bandwidth_share),),
             launch_s=0.0,
             threads_per_clock=math.inf,
