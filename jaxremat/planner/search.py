@@ -592,14 +592,16 @@ def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
         for policy, loss, batch in search.steps.known:
             if batch in search.batches:
                 search.add(policy, Place(loss, batch))
-    most, known = searches[0].steps.most_that_fit or math.inf, _num_fitting(searches)
+    most_that_fit = searches[0].steps.most_that_fit
+    most, known = most_that_fit or math.inf, _num_fitting(searches)
     while _num_fitting(searches) - known < most:
         ahead = max(searches, key=lambda search: best.speed if (best := search.best()) else 0.0)
         steps = [*((one, one.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
         search, step = next(((one, step) for one, has_named in steps if (step := one.next(has_named))), (ahead, None))
         if step is None:
             return
-        searches[0].steps.expect(sum(one.most_left(named) for one in searches))
+        if most_that_fit is None:  # else, steps that are rejected in seconds are most of those that `most_left` counts
+            searches[0].steps.expect(sum(one.most_left(named) for one in searches))
         search.attempt(step)
         yield
 
