@@ -194,8 +194,9 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     try:
         return msgspec.json.decode(text, type=RopeScaling)
     except msgspec.DecodeError as error:
+        why = error if isinstance(error, msgspec.ValidationError) else f"that isn't JSON ({error})"
         raise UsageError(
-            f"--rope-scaling got {text if len(text) <= 100 else f'{text[:97]}...'!r}: {error}",
+            f"--rope-scaling got {text if len(text) <= 100 else f'{text[:97]}...'!r}: {why}",
             allowed=f"JSON as config.json has it, with a rope_type of {', '.join(ROPE_TYPES)} and its fields",
             next_step='write it like --rope-scaling \'{"rope_type": "linear", "factor": 2.0}\'',
         ) from None
