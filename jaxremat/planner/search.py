@@ -66,8 +66,8 @@ _MAX_LOOKED_AT = 48  # number of batches for which the best candidate is searche
 SMALLER = 4  # after a rejection by XLA, the batch is so many times smaller
 _MAX_NEAR = 12  # candidates near to compiled ones that are compiled where steps are small
 _PATIENCE = 5  # last compiled steps, among which the fastest one is while these are compiled
-_SAME_SPEED = 3e-3  # share of the samples per second by which two batches, or two estimates of a layer, count as equal
-_WORTH = 5e-3  # share of the step's seconds that another candidate must save, by the model, to be compiled
+_SAME_SPEED = 3e-3  # share of a step's seconds by which two estimates of a layer count as equal
+_WORTH = 5e-3  # share of the seconds that another step must save, by the model, to be compiled
 _ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
 _SURELY_FITS = 0.97  # share of the budget that `none` is expected to take where it is compiled before any candidate
 
@@ -471,7 +471,7 @@ class Search:
         """The loss and the batch of the most sequences per second, by the model.
 
         A bound says within microseconds how fast each could be. The best candidate is searched for those that were compiled, and
-        for some of the highest bounds. Among equally fast ones, one that was compiled is taken, because then it is the answer.
+        for some of the highest bounds. One that was compiled is taken unless another one is faster by what a compile is worth.
 
         Returns:
             None where not even the smallest batch is expected to fit.
@@ -642,6 +642,6 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate, num_layers: int
 
 
 def _enough(reached: list[Place]) -> float:
-    """The sequences per second that count as equal to the most reached."""
+    """The sequences per second than which the most reached is faster by what a compile is worth."""
     most = max(place.speed for place in reached)
-    return most - _SAME_SPEED * abs(most)
+    return most - _WORTH * abs(most)
