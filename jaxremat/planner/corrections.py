@@ -33,7 +33,8 @@ class Corrections:
             step took beyond those that were expected.
         learned_families: families of decisions with the working set of a compiled step that took much less than expected.
             Each knows its own bytes beyond what it saves.
-        allows_mixes: whether layers may have different policies. After a mix that didn't fit, they may not.
+        allows_mixes: whether layers may have different policies. After a mix that didn't fit, or where each compile takes
+            minutes, they may not.
     """
 
     base_bytes: int
@@ -107,7 +108,7 @@ class Corrections:
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""
         beyond = total_bytes - self.base_bytes - candidate.peak_bytes
         is_mix = candidate.group_size > 1
-        learned = replace(self, allows_mixes=total_bytes <= self.budget_bytes or not is_mix)
+        learned = replace(self, allows_mixes=self.allows_mixes and (total_bytes <= self.budget_bytes or not is_mix))
         if candidate.family.beyond_bytes is not None:
             corrected = replace(candidate.family, beyond_bytes=beyond)
             families = (corrected if family == candidate.family else family for family in self.learned_families)

@@ -326,7 +326,9 @@ class Search:
 
     def _corrections(self, place: Place) -> Corrections:
         base = self.base(place)
-        return self.corrections.get(place) or Corrections(base.total_bytes, self.steps.budget_bytes, base.moments)
+        allows_mixes = self.steps.most_that_fit is None  # XLA compiles each layer of a mix's group
+        new = Corrections(base.total_bytes, self.steps.budget_bytes, base.moments, allows_mixes=allows_mixes)
+        return self.corrections.get(place) or new
 
     def _named(self, place: Place, share: float) -> Proposal | None:
         """The next named policy that is expected to take at most this share of the budget.
