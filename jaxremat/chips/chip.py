@@ -166,6 +166,11 @@ class CompilerOptions:
     slow_presets: Collection[str] = ()
     memory_limit: str | None = None
 
+    @property
+    def speaks_early(self) -> bool:
+        """Whether XLA says within seconds that a program is too large, where one that fits compiles for minutes."""
+        return self.memory_limit is not None
+
 
 class Chip(ABC):
     """One kind of device. There is one value of each kind, in `chips/catalog.py`.

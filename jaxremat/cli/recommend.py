@@ -132,7 +132,7 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
     basis = _with_short_compiles(without_maxtext(run_flags(flags, **own, xla_preset=(flags.xla_preset,))))
     cells, checked = list[Cell](), list[tuple[tuple[str], Checked]]()
     for target, num_devices in itertools.product(_targets(flags), flags.devices or _DEVICES):
-        mesh = None if chip_of(target).options.memory_limit else basis.mesh
+        mesh = None if chip_of(target).options.speaks_early else basis.mesh
         of_cell = replace(basis, target=target, mesh=mesh, devices=num_devices if mesh or num_devices > 1 else None)
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]

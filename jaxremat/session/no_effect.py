@@ -55,7 +55,7 @@ def _network(flags: Any, request: Request[Any], kind: str) -> str:
 
 
 def _xla_remat(flags: Any, request: Request[Any], kind: str) -> str:
-    always = all(chip_of(name).options.memory_limit for name in _targets(flags))
+    always = all(chip_of(name).options.speaks_early for name in _targets(flags))
     return "the target's compiler has it always on" if always else ""
 
 

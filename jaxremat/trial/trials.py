@@ -325,7 +325,7 @@ class Trials:
     @property
     def speaks_early(self) -> bool:
         """Whether XLA says a step's bytes long before it is compiled (`early_bytes`)."""
-        return self.target.chip.options.memory_limit is not None
+        return self.target.chip.options.speaks_early
 
     def early_bytes(self, policy: Policy, batch: int) -> int:
         """The total bytes of a step, by what XLA says of it under a limit: the bytes of its state.
