@@ -46,7 +46,7 @@ def plan(xla: Xla, budget: int, most_that_fit: int | None = None, **options) -> 
     assert len(xla.calls) == len(set(xla.calls)), "compiled twice"
     assert [(t.policy, t.loss, t.batch) for t in found.tried] == xla.calls
     num_fitting = sum(t.cost.total_bytes <= budget for t in found.tried)
-    assert not is_short or num_fitting <= most_that_fit
+    assert not is_short or num_fitting <= (most_that_fit or 0)
     assert not is_short or not any(isinstance(t.policy, Mix) for t in found.tried), "a mix compiles for longer"
     if isinstance(found, Plan):
         assert found.cost == Xla(xla.slip, xla.fixed)(found.policy, found.loss, found.batch)

@@ -168,7 +168,10 @@ class CompilerOptions:
 
     @property
     def speaks_early(self) -> bool:
-        """Whether XLA says within seconds that a program is too large, where one that fits compiles for minutes."""
+        """Whether XLA says within seconds that a program is too large.
+
+        A program that fits compiles for minutes there.
+        """
         return self.memory_limit is not None
 
 

@@ -644,6 +644,6 @@ def _largest_dispute(layer: LayerEstimate, other: LayerEstimate, num_layers: int
 
 
 def _enough(reached: list[Place]) -> float:
-    """The sequences per second than which the most reached is faster by what a compile is worth."""
+    """The most sequences per second that are reached, less what a compile is worth."""
     most = max(place.speed for place in reached)
     return most - _WORTH * abs(most)
