@@ -187,14 +187,22 @@ def baseline_of(compilation: "Compilation", root: Path) -> Baseline:
 
 
 def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
-    """The allowed growth of a number of bytes."""
+    """The allowed growth of a number of bytes.
+
+    Raises:
+        UsageError: the tolerance is neither whole bytes, nor a size, nor a share. An example is 0.01, which may mean 1%.
+    """
+    from jaxremat.errors import bad_value
     from jaxremat.units import parse_bytes
 
-    if isinstance(tolerance, int):
+    if isinstance(tolerance, int) and not isinstance(tolerance, bool) and tolerance >= 0:
         return lambda _: tolerance
+    if not isinstance(tolerance, str):
+        raise bad_value("tolerance", repr(tolerance), "bytes from 0 up, or text such as '64MiB' or '1%'", "0 is the default")
     if share := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", tolerance):
         return lambda num_bytes: int(float(share[1]) / 100 * num_bytes)
-    return lambda _: parse_bytes(tolerance)
+    num_allowed = parse_bytes(tolerance)
+    return lambda _: num_allowed
 
 
 def _shown(source: str, root: Path) -> str:
