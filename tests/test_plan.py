@@ -224,6 +224,30 @@ def test_a_step_of_another_row_may_be_the_answer():
         assert (found.policy == Names(("a",))) == is_answer
 
 
+def test_a_step_of_another_row_that_a_plan_may_not_choose_is_no_answer():
+    other = Rule("dots", attention=True)
+    steps = Steps(layer_at, Xla(), LAYERS, 10**6, known=((other, "full", 8),), allows=lambda policy: policy != other)
+    found = find_plan(steps, losses=("full",), batch=8, named=False)
+    assert isinstance(found, Plan)
+    assert other not in {step.policy for step in found.tried}
+
+
+def test_fused_attention_that_no_policy_may_save_is_in_no_family():
+    def as_configured(batch: int) -> LayerEstimate:
+        layer = layer_at(batch)
+        fused = {v for op in layer.problem.ops if op.together for v in op.outputs}
+        assert fused
+        values = tuple(
+            replace(value, saveable=value.saveable and v not in fused) for v, value in enumerate(layer.problem.values)
+        )
+        return replace(layer, problem=replace(layer.problem, values=values))
+
+    assert len(as_configured(8).families) == 1
+    found = find_plan(Steps(as_configured, Xla(), LAYERS, 9_000), losses=("full",), batch=8, named=False)
+    assert isinstance(found, Plan)
+    assert not any("attention" in str(step.policy) for step in found.tried)
+
+
 def test_a_step_of_another_row_is_known_at_any_batch():
     """Of very many batches the plan looks at some. 12,346 isn't among them."""
     batches, batch = range(1, 10**6), 12_346

@@ -101,6 +101,11 @@ def test_at_the_largest_batch_there_is_no_room_for_another_plan():
     assert found is None
 
 
+def test_unrolled_layers_are_planned_under_the_loss_that_reaches_the_largest_batch():
+    looped, _ = both(2_500, Unrolled(), objective="batch", batches=range(1, 5))
+    assert (looped.loss, looped.batch) == ("chunked", 4)
+
+
 def test_the_estimate_is_that_of_the_loop_s_plan():
     """Compiled loops chose between two estimates of a layer. The unrolled layers are planned by the chosen one."""
 

@@ -8,6 +8,7 @@ A plan for 24 layers of a module `Block`, and the layers that follow it:
     layers = jaxremat.Layers(Block(), 24, plan.policy)
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
+from jaxremat.answer.planned import MOST_WHOLE
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import DoesNotFitError, UsageError
@@ -86,7 +88,8 @@ def plan(
         done = lower_and_compile(stack.gradient(policy), stack.args, on, keep_dump=policy == NOTHING)
         return cost_of(done, speed_of(on), [EqualLayers(stack.estimate, num_layers)])
 
-    steps = Steps(lambda batch: stack.estimate, compile_step, num_layers, budget_bytes)
+    most_that_fit = MOST_WHOLE if on.chip.options.speaks_early else None
+    steps = Steps(lambda batch: stack.estimate, compile_step, num_layers, budget_bytes, most_that_fit=most_that_fit)
     found = find_plan(steps, losses=("",), batch=1)
     if isinstance(found, NoPlan):
         raise DoesNotFitError(
@@ -167,7 +170,7 @@ def _module_stack(layer: "nn.Module", args: tuple[Any, ...], num_layers: int, sc
 
 
 def _fields(layer: "nn.Module") -> list[str]:
-    return [name for name in layer.__dataclass_fields__ if name not in ("parent", "name")]
+    return [one.name for one in dataclasses.fields(layer) if one.init and one.name not in ("parent", "name")]
 
 
 def _function_stack(function: Callable[..., Any], args: tuple[Any, ...], num_layers: int, speed: DeviceSpeed) -> _Stack:

@@ -94,11 +94,10 @@ def plan_run(
         CompileError: XLA rejected a step. If it rejects unrolled layers, the plan for the scan is the answer. If it rejects a
             step that offloads, or compiles one to the wrong layer's values, the answer is a plan that offloads nothing.
     """
-    log: list[Policy] = []
     common: dict[str, Any] = {
         "budget_bytes": trials.budget_bytes if budget_bytes is None else budget_bytes,
         "on_compile": on_compile,
-        "log": log,
+        "log": [],
         "best": _Best(objective, on_best),
     }
     options: dict[str, Any] = {
@@ -109,7 +108,7 @@ def plan_run(
     try:
         return _plan(trials, losses, common | {"offload": offload}, options, layouts, named=named)
     except CompileError:
-        if not (log and log[-1].offloads):
+        if not any(one.policy.offloads and one.rejected for one in trials.steps.values()):
             raise
     return _plan(trials, losses, common | {"offload": None}, options, layouts, named=named)
 
@@ -255,6 +254,8 @@ class _Compiles:
     def known(self, losses: Sequence[str]) -> tuple[tuple[Policy, str, int], ...]:
         """The steps in this layout that were compiled before."""
         policies = {steps.policy: None for steps in self.trials.steps.values()}
+        if self.offload is None:
+            policies = {policy: None for policy in policies if not policy.offloads}
         done = {(loss, policy): self.trials.with_loss(loss).of(policy).compiled for loss in losses for policy in policies}
         return tuple((policy, loss, batch) for (loss, policy), compiled in done.items() for batch in compiled)
 

@@ -144,8 +144,9 @@ def _smaller(
     def smaller(size: int) -> _Step:
         return _Step(f"--batch {size}", policy, size, trials)
 
-    microbatches = [] if is_step else divisors(batch)[:-1]
-    for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(1, batch))):
+    unit = trials.factory.batch_unit
+    microbatches = [] if is_step else [size for size in divisors(batch)[:-1] if size % unit == 0]
+    for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(unit, batch, unit))):
         if not batches:
             continue
         search = largest_batch

@@ -47,7 +47,7 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
         num_layers: number of layers.
         corrections: the budget, and corrections of bytes by compiled steps.
     """
-    for family in corrections.families(layer):
+    for family in (*layer.families, *corrections.learned_families):
         for group in _layer_groups(layer, family, num_layers, corrections):
             candidate = _expected(layer, family, group, num_layers, corrections)
             if candidate.expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):

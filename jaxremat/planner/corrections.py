@@ -49,10 +49,6 @@ class Corrections:
         """Bytes of the budget that the full-remat step leaves over."""
         return self.budget_bytes - self.base_bytes
 
-    def families(self, layer: LayerEstimate) -> tuple[Family, ...]:
-        """The families among whose decisions to look for a candidate."""
-        return (*layer.families, *self.learned_families)
-
     def at_peak(self, layer: LayerEstimate, decision: Decision, shares: Mapping[int, float], num_layers: int) -> int:
         """Bytes by which the peak of a step is expected to be above that of full remat.
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from jaxremat.errors import JaxrematError
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import Point, lower_hull
 from jaxremat.planner.problem import LEAST_S, Decision, Problem
@@ -42,18 +43,27 @@ class LayerEstimate:
 
     @functools.cached_property
     def hull(self) -> tuple[Point, ...]:
-        """The lower convex hull of saved bytes and cost over all decisions."""
-        return lower_hull(self.problem, max_offload_bytes=self.offload_bytes)
+        """The lower convex hull of saved bytes and cost over all decisions.
+
+        Raises:
+            JaxrematError: the solver ran out of time.
+        """
+        try:
+            return lower_hull(self.problem, max_offload_bytes=self.offload_bytes)
+        except TimeoutError as error:
+            less = "leave --offload out" if self.offload_bytes else "plan on a machine with less load"
+            raise JaxrematError(f"the choice of residuals isn't solved: {error}", next_step=less) from None
 
     @functools.cached_property
     def families(self) -> tuple["Family", ...]:
         """The decisions without fused attention and, where the layer has some, those that save it."""
-        fused = [op for op in self.problem.ops if op.together]
+        values = self.problem.values
+        fused = [op for op in self.problem.ops if op.together and all(values[v].saveable for v in op.outputs)]
         if not fused:
             return (Family(False, self.problem, self.hull),)
         outputs = frozenset(v for op in fused for v in op.outputs)
-        values = tuple(replace(v, saveable=v.saveable and n not in outputs) for n, v in enumerate(self.problem.values))
-        without = Family(False, replace(self.problem, values=values))
+        without_fused = tuple(replace(v, saveable=v.saveable and n not in outputs) for n, v in enumerate(values))
+        without = Family(False, replace(self.problem, values=without_fused))
         always = Family(True, self.problem).keeping(Decision(outputs))
         return tuple(replace(family, hull=replace(self, problem=family.problem).hull) for family in (without, always))
 

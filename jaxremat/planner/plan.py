@@ -150,7 +150,7 @@ def find_plans(
             known = {batch for layout in layouts for _, _, batch in layout.known if batch in batches}
             first.batches = sorted(known.union(possible(steps, fixed_bytes, batches)))
         for search in searches:
-            search.batches = first.batches
+            search.batches, search.losses = first.batches, first.losses
         if objective == "time" or first.best():
             collections.deque(find(searches, named), maxlen=0)
     return [found_by(search, objective) for search in searches]
@@ -197,10 +197,9 @@ def found_by(search: Search, objective: Objective) -> Found:
     fitting, tried = [*search.fitting()], tuple(search.tried.values())
     if not fitting:
         return Found(None if search.scanned else NoPlan(search.least(), tried), search.rejected)
-    best = search.best()
-    if objective == "memory":
-        best = min(fitting, key=lambda step: step.cost.total_bytes)
-    return Found(_as_plan(search, best or fitting[0]), search.rejected)
+    best = min(fitting, key=lambda step: step.cost.total_bytes) if objective == "memory" else search.best()
+    assert best, "a step fits"
+    return Found(_as_plan(search, best), search.rejected)
 
 
 def is_better(one: Plan, other: Plan, objective: Objective) -> bool:
@@ -216,7 +215,7 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
     base, layer = search.base(place), search.layer_at(answer.batch)
     candidate = search.candidate_at(answer.policy, place)
     corrections = Corrections(base.total_bytes, steps.budget_bytes, base.moments)
-    left_bytes = max(0, corrections.most_saved(layer))
+    left_bytes = corrections.most_saved(layer)
     expected_bytes = recompute_s = None
     if candidate:
         decision, expected_bytes = candidate.decision, candidate.expected_bytes
@@ -225,10 +224,10 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
         decision = named_decision(layer, answer.policy)
 
     def bound_s(further_bytes: int) -> float:
-        return lower_bound(layer.hull, steps.num_layers, left_bytes + further_bytes)
+        return lower_bound(layer.hull, steps.num_layers, max(0, left_bytes + further_bytes))
 
     fitting = (search.candidate_at(step.policy, place) for step in search.fitting(place))
-    is_right = all(one is None or one.saved_bytes <= left_bytes for one in fitting)
+    is_right = all(one is None or one.saved_bytes <= max(0, left_bytes) for one in fitting)
     return Plan(
         policy=answer.policy,
         loss=answer.loss,

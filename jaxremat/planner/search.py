@@ -171,7 +171,7 @@ class Search:
     @property
     def reference(self) -> int:
         """The batch at which a layer's problem is made."""
-        return self.batches[0] if len(self.batches) == 1 else REFERENCE_BATCH
+        return at_most(self.batches, REFERENCE_BATCH)
 
     def layer_at(self, batch: int) -> LayerEstimate:
         """The layer at a batch, by the estimate that compiled steps agree with."""
@@ -289,7 +289,7 @@ class Search:
         low, first = points[0].batch, points[0].cost
         rejected = min((point.batch for point in self.curves[loss].points if point.cost.is_rejected), default=math.inf)
         left_bytes, most = self.steps.budget_bytes - first.total_bytes, (first.total_bytes - self.fixed_bytes) / low
-        least = self.steps.num_layers * _bytes_per_sequence(self.steps)
+        least = self.steps.num_layers * _bytes_per_sequence(self.steps, self.reference)
         guess = max(2 * low, low + left_bytes / math.sqrt(max(1.0, most * least)))
         high = at_most(self.batches, min(guess, (low + rejected) / 2))
         return high if high > low else None
@@ -306,7 +306,9 @@ class Search:
             return Proposal(NOTHING, place)
         if not self._is_compiled(place):
             last = self.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
-            return Proposal(NOTHING, replace(place, batch=min(place.batch, at_most(self.batches, _GROWTH * last))))
+            next_batch = self.batches[min(bisect.bisect_right(self.batches, last), len(self.batches) - 1)]
+            most = max(next_batch, at_most(self.batches, _GROWTH * last))
+            return Proposal(NOTHING, replace(place, batch=min(place.batch, most)))
         if (self.steps.most_that_fit or not layer.in_scan) and self.named and (none := self._named(place, _SURELY_FITS)):
             return none
         fits = {step.policy: step.cost.step_s for step in self.fitting(place)}
@@ -326,9 +328,13 @@ class Search:
 
     def _corrections(self, place: Place) -> Corrections:
         base = self.base(place)
-        allows_mixes = self.steps.most_that_fit is None  # XLA compiles each layer of a mix's group
-        new = Corrections(base.total_bytes, self.steps.budget_bytes, base.moments, allows_mixes=allows_mixes)
+        new = Corrections(base.total_bytes, self.steps.budget_bytes, base.moments, allows_mixes=self._allows_mixes)
         return self.corrections.get(place) or new
+
+    @property
+    def _allows_mixes(self) -> bool:
+        """Whether layers may have different policies. XLA compiles each layer of a mix's group."""
+        return self.steps.most_that_fit is None
 
     def _named(self, place: Place, share: float) -> Proposal | None:
         """The next named policy that is expected to take at most this share of the budget.
@@ -448,15 +454,16 @@ class Search:
 
         Of two estimates, that is right whose saved seconds are nearer to those of the compiled step.
         """
-        others = () if self.scanned else self._estimates_at(self.reference)[1:]
-        points = self.curves[self.losses[0]].points
+        points = () if self.scanned else self.curves[self.losses[0]].points
         at = next((point.batch for point in points if point.batch and self.steps.fits(point.cost)), None)
-        while at and self.num_judged < len(others):
-            first, other, place = self._estimate_at(self.reference), others[self.num_judged], Place(self.losses[0], at)
-            base, scale = self.base(place), self.steps.num_layers * place.batch / self.reference
-            most = _largest_dispute(first, other, self.steps.num_layers)
+        if at is None:
+            return None
+        others, place, num_layers = self._estimates_at(at)[1:], Place(self.losses[0], at), self.steps.num_layers
+        while self.num_judged < len(others):
+            first, other, base = self._estimate_at(at), others[self.num_judged], self.base(place)
+            most = _largest_dispute(first, other, num_layers)
             self.disputed[most.policy, place] = most
-            saved_s, other_s = (scale * (one.nothing_s - most.layer_s(one)) for one in (first, other))
+            saved_s, other_s = (num_layers * (one.nothing_s - most.layer_s(one)) for one in (first, other))
             if abs(saved_s - other_s) >= _SAME_SPEED * base.step_s:
                 done = self.tried.get((most.policy, place.loss, place.batch))
                 if done is None:
@@ -496,7 +503,9 @@ class Search:
                 continue
             base = self.base(bound)
             left_bytes = int((self.steps.budget_bytes - base.total_bytes) * self.reference / bound.batch)
-            best = best_candidate(layer, num_layers, Corrections(0, left_bytes, beyond_bytes=beyond))
+            best = best_candidate(
+                layer, num_layers, Corrections(0, left_bytes, None, beyond, allows_mixes=self._allows_mixes)
+            )
             saved_s = nothing_s - best.cost_s if best else 0.0
             reached.append(replace(bound, speed=self._speed(bound.batch, base.step_s, saved_s)))
         if not reached:
@@ -592,7 +601,7 @@ def find(searches: Sequence[Search], named: bool = True) -> Iterator[None]:
     for search in searches:
         search.named = named or search.scanned is not None
         for policy, loss, batch in search.steps.known:
-            if batch in search.batches:
+            if batch in search.batches and search.steps.allows(policy):
                 search.add(policy, Place(loss, batch))
     most_that_fit = searches[0].steps.most_that_fit
     most, known = most_that_fit or math.inf, _num_fitting(searches)
@@ -623,14 +632,14 @@ def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence
     Under `nothing` a step saves the inputs of its layers. Where there are very many batches, some are left out.
     """
     batches = spaced(batches)
-    least_bytes = max(1.0, steps.num_layers * _bytes_per_sequence(steps))
+    least_bytes = max(1.0, steps.num_layers * _bytes_per_sequence(steps, at_most(batches, REFERENCE_BATCH)))
     return batches[: bisect.bisect_right(batches, at_most(batches, (steps.budget_bytes - fixed_bytes) / least_bytes))]
 
 
-def _bytes_per_sequence(steps: Steps) -> float:
-    """Bytes of a layer's input for one sequence, without the layer's parameters."""
-    small, large = (steps.layer_at(batch).input_bytes for batch in (REFERENCE_BATCH, 2 * REFERENCE_BATCH))
-    return (large - small) / REFERENCE_BATCH
+def _bytes_per_sequence(steps: Steps, batch: int) -> float:
+    """Bytes of a layer's input for one sequence, without the layer's parameters, by the batch and twice the batch."""
+    small, large = (steps.layer_at(size).input_bytes for size in (batch, 2 * batch))
+    return (large - small) / batch
 
 
 def _largest_dispute(layer: LayerEstimate, other: LayerEstimate, num_layers: int) -> Candidate:

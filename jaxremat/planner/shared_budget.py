@@ -116,6 +116,7 @@ def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
         names={start + v: name for kind, start in zip(kinds, starts, strict=True) for v, name in kind.layer.names.items()},
         offload_bytes=sum(kind.num_layers * kind.layer.offload_bytes for kind in kinds),
         in_scan=all(kind.layer.in_scan for kind in kinds),
+        assumption="; ".join(dict.fromkeys(kind.layer.assumption for kind in kinds)),
         allows=lambda policy: all(kind.layer.allows(policy) for kind in kinds),
     )
 

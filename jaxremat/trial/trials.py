@@ -56,6 +56,11 @@ class Steps:
         """The steps that XLA didn't reject."""
         return {batch: one for batch, one in self.done.items() if isinstance(one, Compilation) and not one.is_too_large}
 
+    @property
+    def rejected(self) -> list[int]:
+        """The batches whose steps XLA rejected, and not as too large."""
+        return [batch for batch, one in self.done.items() if isinstance(one, CompileError)]
+
 
 @dataclass(frozen=True)
 class Trials:
