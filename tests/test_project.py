@@ -44,6 +44,10 @@ def test_a_typed_flag_wins(project: Path, capsys: pytest.CaptureFixture[str]):
     assert "h200" not in capsys.readouterr().err
 
 
+def test_a_typed_flag_with_underscores_wins(project: Path):
+    assert parse_flags(RunFlags, ["--seq_len", "2048"], "run").training.seq_len == (2048,)
+
+
 def test_another_source_of_the_model_wins(project: Path):
     assert "--model" not in project_words(RunFlags, ["--hf", "config.json"], "run", [*COMMANDS])
 

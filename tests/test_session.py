@@ -71,7 +71,7 @@ def test_what_a_session_answers_of_a_workload_of_ones_own():
         ("tiny", {"num_layrs": 3}, "num_layrs"), ("tiny", {"num_layers": "3"}, "num_layers"), (3, {}, "int"),
         ("tiny", {"budget": "lots"}, "lots"), ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
         ("tiny", {"optimizer": "adm"}, "optimizer"), ("nowhere.json", {}, "nowhere.json"),
-        (squares, {"seq_len": 64}, "seq_len"), (squares, {"num_layers": 3}, "num_layers"),
+        (squares, {"seq_len": 64}, "seq_len"), (squares, {"num_layers": 3}, "num_layers"), ("tiny", {"fresh": True}, "fresh"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_not_valid(model, options, named):
@@ -79,6 +79,15 @@ def test_arguments_that_are_not_valid(model, options, named):
         Session(model, **{"target": "h100-80gb"} | options)
     assert named in caught.value.got
     assert caught.value.next_step
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_a_global_batch_is_whole_microbatches_in_each_group(batch):
+    """96 are 8 x 12, but each of 8 groups has 12, of which 8 is no part and 16 is more."""
+    session = Session("tiny", target="h100-80gb", mesh="fsdp=8", global_batch=96)
+    with pytest.raises(UsageError) as caught:
+        session.compile("dots", batch)
+    assert "12" in caught.value.got
 
 
 def test_a_target_that_is_not_known():

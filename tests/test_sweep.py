@@ -130,6 +130,7 @@ class TestReal:
         (stored,) = [row for row in rows(path) if row["record"] == "trial"]
         assert int(trial["total_bytes"]) == stored["total_bytes"]
         assert trial["config.model.num_layers"] == "1"
+        assert json.loads(trial["predicted_interval"]) == stored["predicted_interval"]
 
 
 @pytest.mark.full

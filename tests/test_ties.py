@@ -103,11 +103,27 @@ def test_meshes_and_layouts_within_the_error():
     def said(error: float | None) -> str:
         unrolled = PlannedLayout("unrolled", "dots", "full", 8, GIB, 0.100, 80.0, 1.0)
         return layouts_sentences(
-            plan(layouts=(unrolled, replace(unrolled, layout="loop", step_s=0.103)), paired_error=error)
+            plan(
+                layouts=(unrolled, replace(unrolled, layout="loop", step_s=0.103, tokens_per_s=80.0 / 1.03)),
+                paired_error=error,
+            )
         )[0]
 
     assert "5%" in said(0.05)
     assert said(0.02) == said(None) != said(0.05)
+
+
+def test_layouts_of_other_microbatches_are_compared_by_their_tokens():
+    """With a global batch of 96, 8 x 12 in 1.05 s and 12 x 8 in 1.00 s differ by 5 %: seconds are of whole steps."""
+    chosen = PlannedLayout("unrolled", "dots", "full", 12, GIB, 1.00, 96.0 / 1.00, 1.0)
+    other = PlannedLayout("loop", "dots", "full", 8, GIB, 1.05, 96.0 / 1.05, 1.0)
+    assert "4.8% fewer" in layouts_sentences(plan(layouts=(chosen, other)))[0]
+
+
+def test_meshes_count_what_the_workload_counts():
+    samples = replace(MESHES, counted="samples")
+    assert cells(meshes_table(samples), "samples/s") == cells(meshes_table(MESHES), "tokens/s")
+    assert "tokens/s" not in "".join(mesh_sentences(samples))
 
 
 @pytest.mark.parametrize("by_cost", [False, True])

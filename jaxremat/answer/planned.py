@@ -94,10 +94,11 @@ def plan_run(
         CompileError: XLA rejected a step. If it rejects unrolled layers, the plan for the scan is the answer. If it rejects a
             step that offloads, or compiles one to the wrong layer's values, the answer is a plan that offloads nothing.
     """
+    log: list[Policy] = []
     common: dict[str, Any] = {
         "budget_bytes": trials.budget_bytes if budget_bytes is None else budget_bytes,
         "on_compile": on_compile,
-        "log": [],
+        "log": log,
         "best": _Best(objective, on_best),
     }
     options: dict[str, Any] = {
@@ -108,7 +109,8 @@ def plan_run(
     try:
         return _plan(trials, losses, common | {"offload": offload}, options, layouts, named=named)
     except CompileError:
-        if not any(one.policy.offloads and one.rejected for one in trials.steps.values()):
+        was_rejected = any(one.policy.offloads and one.rejected for one in trials.steps.values())
+        if not was_rejected and not (log and log[-1].offloads):
             raise
     return _plan(trials, losses, common | {"offload": None}, options, layouts, named=named)
 

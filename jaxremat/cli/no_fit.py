@@ -37,7 +37,7 @@ def show_no_fit(
     from jaxremat.trial.record import TrialRecord
 
     policy = parse(row.policy)
-    trials = session.trials.with_loss(row.loss)
+    trials = session.trials.with_loss(row.loss).with_layout(row.layout)
     train = replace(trials.train, accumulate=row.accumulate)
     trials = replace(trials, train=train, global_batch=None, xla_preset=row.xla_preset)
     explained = None

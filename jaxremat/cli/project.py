@@ -90,7 +90,7 @@ def _field(key: str) -> str:
 
 def _is_typed(flag: Flag, argv: Sequence[str]) -> bool:
     names = (flag.name, *(flag.parameter.alias or ()))
-    return any(word.partition("=")[0] in names for word in argv)
+    return any(word.partition("=")[0].replace("_", "-") in names for word in argv)
 
 
 def _is_known(field: str, commands: Sequence[str]) -> bool:

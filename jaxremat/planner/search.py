@@ -637,7 +637,7 @@ def possible(steps: Steps, fixed_bytes: int, batches: Sequence[int]) -> Sequence
 
 
 def _bytes_per_sequence(steps: Steps, batch: int) -> float:
-    """Bytes of a layer's input for one sequence, without the layer's parameters, by the batch and twice the batch."""
+    """Bytes of a layer's input for one sequence, without the layer's parameters."""
     small, large = (steps.layer_at(size).input_bytes for size in (batch, 2 * batch))
     return (large - small) / batch
 

@@ -23,10 +23,14 @@ def meshes_table(record: MeshChoiceRecord) -> Table:
     Those that could be fast come next, and then those that were left out before.
     """
     nodes = f" on {record.num_nodes} nodes" if record.num_nodes > 1 else ""
-    title = f"meshes of {record.num_devices} x {record.target}{nodes}: GiB and tokens/s of one device"
-    rate = "samples/s" if record.loss == OWN_LOSS and record.seq_len is None else "tokens/s"
+    rate = _rate(record)
+    title = f"meshes of {record.num_devices} x {record.target}{nodes}: GiB and {rate} of one device"
     titles = {"rate": rate, "at most": f"at most\n{rate}"}
     return steps_table("meshes", title, sorted(record.meshes, key=_rank), titles=titles, tied=_tied(record))
+
+
+def _rate(record: MeshChoiceRecord) -> str:
+    return f"{record.counted or 'tokens'}/s"
 
 
 def _tied(record: MeshChoiceRecord) -> list[ComparedMesh]:
@@ -70,5 +74,6 @@ def mesh_sentence(record: MeshChoiceRecord) -> str:
     fastest = f"one of the {len(tied)} fastest" if (tied := _tied(record)) else "the fastest"
     place = fastest if over <= 0 else f"within {percent_up(over)} of the fastest"
     under = with_preset("a plan" if is_plan else f"policy {shortened(record.requested_policy)}", record.xla_preset)
-    others = f": no step on another one has more than {bound:,.0f} tokens/s a device, by the same model" if bound else ""
+    most = f"{bound:,.0f} {_rate(record)} a device"
+    others = f": no step on another one has more than {most}, by the same model" if bound else ""
     return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}."

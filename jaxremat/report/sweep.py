@@ -113,7 +113,7 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{name}.")
         else:
-            text = json.dumps(value) if isinstance(value, list) else value
+            text = json.dumps(value) if isinstance(value, list | tuple) else value
             is_formula = isinstance(text, str) and text.startswith(("=", "+", "-", "@", "\t", "\r"))
             flat[prefix + name] = f"'{text}" if is_formula else text  # or a spreadsheet would compute it
     return flat

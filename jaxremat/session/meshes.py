@@ -80,6 +80,7 @@ def choose_mesh(
             layout=trials.factory.layout(),
             mesh=str(compared.best.mesh) if compared.best else None,
             **picked(compared, "meshes num_compiles is_complete"),
+            counted="samples" if trials.workload_at().num_tokens is None else "tokens",
             paired_error=trials.target.speed.paired_error if trials.target.speed else None,
             versions=versions(),
         )
@@ -111,6 +112,9 @@ def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape
     global_batch = request.flags.global_batch
     if global_batch is not None and global_batch % mesh.num_members:
         return f"has {mesh.num_members} data-parallel groups, which don't divide the global batch {global_batch}"
+    of_group = (global_batch or 0) // mesh.num_members
+    if uneven := [batch for batch in request.batches if of_group % batch]:
+        return f"has a global batch of {of_group} in each data-parallel group, which --batch {uneven[0]} doesn't divide"
     try:
         request.model.check_mesh(mesh, isinstance(requested.policy, Auto))
     except UsageError as error:
@@ -133,7 +137,7 @@ def _entrant(first: Session, requested: RequestedPolicy, mesh: MeshShape, obstac
         TargetError: the speed of the target, or of the links between its devices, isn't known.
     """
     from jaxremat.answer.mesh_race import Entrant
-    from jaxremat.chips.target import load_target
+    from jaxremat.chips.target import in_pool, load_target
 
     if obstacle:
         return Entrant(mesh, left_out=obstacle)
@@ -146,6 +150,8 @@ def _entrant(first: Session, requested: RequestedPolicy, mesh: MeshShape, obstac
             cause="its peak or a link between its devices isn't known",
             next_step="name a mesh, such as --mesh fsdp=8, for its bytes without times; or take another --target",
         )
+    if pool_bytes := first.trials.target.pool_bytes:
+        target = in_pool(target, pool_bytes)  # as XLA has it in the job
     of_group = flags.global_batch and flags.global_batch // mesh.num_members
     factory = first.trials.factory.on(target.mesh)
     changes: dict[str, Any] = {"factory": factory, "target": target, "global_batch": of_group, "steps": {}}

@@ -22,7 +22,7 @@ Reason = Callable[[Any, Request[Any], str], str]
 
 
 def _not_run(flags: Any, request: Request[Any], kind: str) -> str:
-    if not isinstance(flags, ProcessFlags):
+    if not isinstance(flags, ProcessFlags) and kind != "attached":
         return "this command compiles steps and runs none"
     return "steps for a GPU that isn't in this machine aren't run" if kind == "deviceless" else ""
 

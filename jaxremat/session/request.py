@@ -423,7 +423,8 @@ def _xla_presets(flags: StepFlags) -> tuple[str, ...]:
         if name not in PRESETS:
             close = nearest(name, PRESETS) or "leave it out; other flags of XLA go into XLA_FLAGS"
             raise bad_value("--xla-preset", repr(name), ", ".join(PRESETS), close)
-    presets = ("default", *chip_of(flags.target or DEFAULT_DEVICELESS).options.presets)
-    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for other chips than --target {flags.target}",
+    target = flags.target or DEFAULT_DEVICELESS
+    presets = ("default", *chip_of(target).options.presets)
+    reject((not {*names} <= {*presets}, f"--xla-preset {' '.join(names)} is for other chips than --target {target}",
             f"leave --xla-preset out; this target has {', '.join(presets)}"))  # fmt: skip
     return names

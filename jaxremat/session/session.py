@@ -53,8 +53,13 @@ if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
-#: The flags that a session's own arguments and methods stand for.
-_NOT_OPTIONS = ("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective")
+#: The flags that a session's own arguments and methods stand for, and those that have no effect in one.
+_NOT_OPTIONS = (
+    *("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective"),
+    # Those of a command's output and of its process.
+    *("fresh", "verbose", "json", "out", "version", "list", "dump_target", "plot", "save_plan", "explain_plan"),
+    *("distributed", "coordinator", "num_processes", "process_id", "initialization_timeout"),
+)
 
 
 class Session:
@@ -182,6 +187,8 @@ class Session:
             limit_bytes=budget.num_bytes if limits else None,
             own_optimizer=flags.training.optimizer is None,
         )
+        for batch in request.batches:
+            trials.train_at(batch)
         request = replace(request, policies=tuple(_checked(requested, trials) for requested in request.policies))
         one_batch = target.kind == "cpu" and not request.batches and request.budget_bytes is None
         if one_batch:

@@ -23,6 +23,8 @@ class MeshChoiceRecord(AnyRecord):
         layout: how their layers run; None where the workload decides that itself.
         mesh: the fastest mesh; None where no mesh has a step that fits.
         meshes: all of them.
+        counted: what their rates count. It is samples where the workload doesn't say how many tokens a batch has. None in
+            records of before, which count tokens.
         paired_error: the share by which predicted times on two meshes have to differ for one to be the faster.
         num_compiles: number of compiles that the comparison took.
         is_complete: False where a signal or an error ended the comparison. `mesh` is then the best one so far.
@@ -41,6 +43,7 @@ class MeshChoiceRecord(AnyRecord):
     layout: Layout | None
     mesh: str | None
     meshes: tuple[ComparedMesh, ...]
+    counted: Literal["tokens", "samples"] | None = None
     paired_error: float | None = None
     num_compiles: int
     is_complete: bool = True

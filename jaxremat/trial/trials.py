@@ -121,9 +121,20 @@ class Trials:
         return 1 if one_batch else self.target.mesh_shape.num_members
 
     def train_at(self, batch: int) -> TrainConfig:
-        """The training step whose microbatches have `batch` samples."""
+        """The training step whose microbatches have `batch` samples.
+
+        Raises:
+            UsageError: the samples of a step aren't whole microbatches.
+        """
         if self.global_batch is None:
             return self.train
+        if self.global_batch % batch:
+            each = " in each data-parallel group" if self.target.mesh_shape.num_members > 1 else ""
+            raise UsageError(
+                f"batch {batch} does not divide the global batch, which is {self.global_batch}{each}",
+                allowed=", ".join(map(str, divisors(self.global_batch))),
+                next_step="give one of these as --batch",
+            )
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
     def batches(self, max_batch: int | None) -> Sequence[int]:
