@@ -109,10 +109,10 @@ def _or_none(mesh: MeshShape) -> MeshShape | None:
 
 def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape) -> str:
     """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
-    global_batch = request.flags.global_batch
-    if global_batch is not None and global_batch % mesh.num_members:
-        return f"has {mesh.num_members} data-parallel groups, which don't divide the global batch {global_batch}"
-    of_group = (global_batch or 0) // mesh.num_members
+    global_batch, num_groups = request.flags.global_batch, mesh.num_members
+    if global_batch is not None and global_batch % num_groups:
+        return f"has {num_groups} data-parallel groups, which don't divide the global batch {global_batch}"
+    of_group = (global_batch or 0) // num_groups
     if uneven := [batch for batch in request.batches if of_group % batch]:
         return f"has a global batch of {of_group} in each data-parallel group, which --batch {uneven[0]} doesn't divide"
     try:

@@ -129,7 +129,7 @@ class Trials:
         if self.global_batch is None:
             return self.train
         if self.global_batch % batch:
-            each = " in each data-parallel group" if self.target.mesh_shape.num_members > 1 else ""
+            each = " in each data-parallel group" if self.target.mesh else ""
             raise UsageError(
                 f"batch {batch} does not divide the global batch, which is {self.global_batch}{each}",
                 allowed=", ".join(map(str, divisors(self.global_batch))),
