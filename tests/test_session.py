@@ -81,6 +81,7 @@ def test_arguments_that_are_not_valid(model, options, named):
     assert caught.value.next_step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", [8, 16])
 def test_a_global_batch_is_whole_microbatches_in_each_group(batch):
     """96 are 8 x 12, but each of 8 groups has 12, of which 8 is no part and 16 is more."""

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxremat.answer.planned import MOST_WHOLE
 from jaxremat.chips.catalog import CHIPS, chip_of, describe
 from jaxremat.chips.target import load_target
 from jaxremat.chips.tpu import installed
@@ -22,6 +21,7 @@ from jaxremat.chips.tpu.device import FOLDER, layout_of, load_tpu
 from jaxremat.chips.tpu.topology import _own_signals
 from jaxremat.errors import CompileError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
+from jaxremat.planner.steps import MOST_WHOLE
 from jaxremat.policy.grammar import parse
 from jaxremat.report.sentences import why_not
 from jaxremat.search.batch import largest_from_above

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
-from jaxremat.answer.planned import MOST_WHOLE
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import DoesNotFitError, UsageError
@@ -25,7 +24,7 @@ from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
 from jaxremat.planner.shared_budget import EqualLayers
-from jaxremat.planner.steps import Cost, Steps
+from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.policy.stack import scan_layers

@@ -13,14 +13,12 @@ from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
 from jaxremat.planner.search import Search, possible
 from jaxremat.planner.shared_budget import EqualLayers, as_one
-from jaxremat.planner.steps import Cost, Steps
+from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 
-#: So many steps that fit are compiled for a plan where such a compile takes minutes, and XLA rejects others in seconds.
-MOST_WHOLE = 4
 #: The progress of a plan: called before each compile with the policy, the batch, and which compile it is.
 OnCompile = Callable[[str, int, Compile], None]
 #: Called with each step that fits and is better than those before: its trials, policy and batch, and the number of compiles.

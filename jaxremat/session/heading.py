@@ -25,7 +25,7 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
     Shapes and bytes are those of the first batch that was requested. Without one, they are those of the batch that the workload
     is written for.
     """
-    from jaxremat.answer.planned import MOST_WHOLE
+    from jaxremat.planner.steps import MOST_WHOLE
     from jaxremat.policy.offload import PASS, flag_line, has_fault
     from jaxremat.policy.spec import OWN
     from jaxremat.units import gib
