@@ -31,17 +31,21 @@ Row = dict[str, Any]
 class Flags:
     """What it costs to run layers as a loop, in bytes and in predicted time."""
 
-    models: tuple[str, ...] = ("gpt2", "llama3.2-1b")
-    batches: tuple[int, ...] = (32, 4)
-    """The batch, model by model."""
-    seq_lens: tuple[int, ...] = (1024, 2048)
-    """The sequence length, model by model."""
+    sizes: tuple[str, ...] = ("gpt2:32:1024", "llama3.2-1b:4:2048")
+    """The model, its batch and its sequence length."""
     policies: tuple[str, ...] = ("nothing", "dots+attention", "none")
     unroll: tuple[int, ...] = (2, 4)
     """Of the loops between: layers in one iteration."""
     target: str = "h100-80gb"
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = ("steps", "between")
     out: Path = RESULTS
+
+
+def sizes_of(flags: Flags) -> Iterator[tuple[str, int, int]]:
+    """The models with their batch and sequence length."""
+    for size in flags.sizes:
+        name, batch, seq_len = size.split(":")
+        yield name, int(batch), int(seq_len)
 
 
 def trials_of(flags: Flags) -> Iterator[tuple[Row, Any]]:
@@ -53,7 +57,7 @@ def trials_of(flags: Flags) -> Iterator[tuple[Row, Any]]:
     from jaxremat.trial.trials import Trials
 
     target = load_target(flags.target)
-    for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
+    for name, batch, seq_len in sizes_of(flags):
         train, config = TrainConfig(seq_len=seq_len), preset(name).config
         chosen = choose_attention(config, seq_len, target)
         trials = Trials(decoder_factory(config, chosen.implementation, chosen.reason), train, target, 2**62)
@@ -81,8 +85,9 @@ def measure_run(flags: Flags) -> Iterator[Row]:
         waited, ahead = record(num_ahead=0), record()
         error = waited.error or ahead.error
         predicted_s = waited.predicted.step_s if waited.predicted else None
+        taken = {"total_bytes": waited.total_bytes, "measured_bytes": waited.measured_peak_bytes}
         timed = {"waited_s": waited.step_s, "step_s": ahead.step_s} if not error else {}
-        yield {**shown, "device": waited.target, "predicted_s": predicted_s, **timed, "error": error}
+        yield {**shown, "device": waited.target, **taken, "predicted_s": predicted_s, **timed, "error": error}
 
 
 def measure_between(flags: Flags) -> Iterator[Row]:
@@ -95,7 +100,7 @@ def measure_between(flags: Flags) -> Iterator[Row]:
     from jaxremat.xla.compile import lower_and_compile
 
     target = load_target(flags.target)
-    for name, batch, seq_len in zip(flags.models, flags.batches, flags.seq_lens, strict=True):
+    for name, batch, seq_len in sizes_of(flags):
         config = replace(preset(name).config, dropout=0.0)
         x = jax.ShapeDtypeStruct((batch, seq_len, config.embed_dim), config.dtype)
         for policy in flags.policies:
@@ -163,7 +168,7 @@ class _Loop:
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
     "steps": (measure_steps, 3, ("model", "policy", "layers", "total_bytes", "step_s", "tokens_per_s", "compile_s")),
     "between": (measure_between, 3, ("model", "policy", "layers", "total_bytes", "step_s", "compile_s")),
-    "run": (measure_run, 3, ("model", "policy", "layers", "batch", "predicted_s", "waited_s", "step_s", "error")),
+    "run": (measure_run, 3, ("model", "policy", "layers", "batch", "total_bytes", "predicted_s", "waited_s", "step_s", "error")),
 }
 
 
