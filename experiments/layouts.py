@@ -168,7 +168,11 @@ class _Loop:
 MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...]]] = {
     "steps": (measure_steps, 3, ("model", "policy", "layers", "total_bytes", "step_s", "tokens_per_s", "compile_s")),
     "between": (measure_between, 3, ("model", "policy", "layers", "total_bytes", "step_s", "compile_s")),
-    "run": (measure_run, 3, ("model", "policy", "layers", "batch", "total_bytes", "predicted_s", "waited_s", "step_s", "error")),
+    "run": (
+        measure_run,
+        3,
+        ("model", "policy", "layers", "batch", "total_bytes", "predicted_s", "waited_s", "step_s", "error"),
+    ),
 }
 
 
