@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,3 +131,24 @@ def test_a_revision_is_compared_with_the_working_tree(
     grown = {row["label"]: row["num_bytes"] for row in rows if row["record"] == "peak"}
     assert grown["state.params['w']"] == [64, 4 * 2**20]
     assert not subprocess.run(["git", "worktree", "list"], capture_output=True, text=True).stdout.count("\n") > 1
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("seq_len", (1024, 2048)), ("loss", ("full", "chunked")), ("xla_preset", ("default", "jax-toolbox"))],
+)
+@pytest.mark.parametrize("kind", [step, search])
+def test_two_requests_of_one_store_have_titles_of_their_own(
+    kind: Callable[..., Record], field: str, values: tuple[Any, Any]
+):
+    records = [kind(**{field: value}) for value in values]
+    titles = [change.step for change in compared(records, records).steps]
+    assert len({*titles}) == 2
+    assert all(title.endswith(str(value)) for title, value in zip(titles, values, strict=True))
+
+
+def test_a_step_that_failed_on_one_side_holds_no_bytes_that_became_none():
+    before, after = explained(held=(RESIDUALS,)), explained(held=None, attribution=None, error="XLA rejected it")
+    changes = compared([before], [after])
+    assert not changes.at_peak
+    assert [change.error for change in changes.steps] == [(None, "XLA rejected it")]

@@ -12,7 +12,7 @@ from jaxremat.cli.grid import sweep_trials
 from jaxremat.cli.processes import task_of
 from jaxremat.cli.run import main
 from jaxremat.cli.worker import work
-from jaxremat.errors import UsageError
+from jaxremat.errors import CompileError, UsageError
 from jaxremat.session.answers import Listener
 from jaxremat.session.flags import RunFlags, SweepFlags
 from jaxremat.session.meshes import choose_mesh
@@ -44,6 +44,21 @@ def test_the_mesh_of_the_fastest_answer(tmp_path):
     assert chosen["tokens_per_s"] == pytest.approx(largest["tokens_per_s"]) == found["tokens_per_s"]
     assert chosen["tokens_per_s"] <= 1.005 * chosen["bound_tokens_per_s"]
     assert chosen["tokens_per_s"] == max(one["tokens_per_s"] or 0.0 for one in meshes.values())
+
+
+@pytest.mark.full
+def test_a_policy_that_xla_rejects_doesn_t_end_the_others(tmp_path, monkeypatch):
+    def choose(request, requested, listener):
+        if requested.text == "nothing":
+            raise CompileError("rejected")
+        return choose_mesh(request, requested, listener)
+
+    monkeypatch.setattr("jaxremat.session.meshes.choose_mesh", choose)
+    argv = [*ARGV, "--devices", "2", "--mesh", "auto", "--policy", "nothing", "none", "--batch", "4"]
+    assert main([*argv, "--out", str(tmp_path / "rows.jsonl")]) == 1
+    failure, *others = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (failure["record"], failure["error"]) == ("failure", "CompileError: rejected.")
+    assert [(row["record"], row["requested_policy"]) for row in others] == [("mesh_choice", "none"), ("trial", "none")]
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.grid import PACKAGE, check_sweep, source_hash, sweep_trials
+from jaxremat.cli.grid import ENVIRONMENT, PACKAGE, check_sweep, source_hash, sweep_trials
 from jaxremat.cli.many_trials import num_jobs
 from jaxremat.cli.sweep import main, without_submission
 from jaxremat.errors import JaxrematError, UsageError
@@ -301,12 +301,16 @@ class TestGrid:
         basis = "--budget 1GiB" if "budget" in same else ""
         assert trials(f"--target h100-80gb {basis}")[0].key == trials(f"--target h100-80gb {same}")[0].key
 
-    def test_another_environment_or_source_has_another_key(self, monkeypatch):
+    @pytest.mark.parametrize("name", ENVIRONMENT)
+    def test_another_environment_has_another_key(self, monkeypatch, name):
+        monkeypatch.delenv(name, raising=False)
+        before = trials("--target h100-80gb")[0].key
+        monkeypatch.setenv(name, "1")
+        assert trials("--target h100-80gb")[0].key != before
+
+    def test_another_source_has_another_key(self, monkeypatch):
         before = trials("--target h100-80gb")[0].key
         monkeypatch.setattr("jaxremat.cli.grid.source_hash", lambda: "edited")
-        assert trials("--target h100-80gb")[0].key != before
-        monkeypatch.undo()
-        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert trials("--target h100-80gb")[0].key != before
 
     def test_the_source_is_that_of_the_package_without_its_reports(self, monkeypatch, tmp_path):

@@ -265,12 +265,11 @@ def answer_largest(
     except RejectedError as rejected:
         emit(trials.record(policy, rejected.batch, requested=requested))
         return
-    row: TrialRecord | None = None
-    if found.largest:
-        row = trials.record(policy, found.largest, requested=requested)
-        emit(row)
-    if found.next is not None:
-        emit(trials.record(policy, found.next, requested=requested))
+    rows = dict[int, TrialRecord]()
+    for batch in filter(None, (found.largest, found.next)):
+        rows[batch] = trials.record(policy, batch, requested=requested)
+        emit(rows[batch])
+    row = rows.get(found.largest)
     emit(
         LargestBatchRecord(
             model=trials.factory.name,
@@ -287,6 +286,7 @@ def answer_largest(
             max_batch=max_batch,
             budget_bytes=trials.budget_bytes,
             budget_terms=trials.budget_terms,
+            **picked(next(iter(rows.values())), "loss layout optimizer mesh"),
             **(picked(row, "step_s step_source tokens_per_s samples_per_s") if row else {}),
             num_compiles=len(steps.done),
             versions=versions(),

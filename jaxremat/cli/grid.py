@@ -31,7 +31,12 @@ from jaxremat.trial.store import content_key
 from jaxremat.workload.source import find_source, is_spec
 
 PACKAGE = Path(__file__).parent.parent
-ENVIRONMENT = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+#: The variables that decide what is compiled, and what a job's allocator has.
+ENVIRONMENT = (
+    *("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"),
+    *("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"),
+    *("JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_DTYPE_BITS"),
+)
 #: A trial with the error of its request. None where the request is valid.
 Checked = tuple[SweepTrial, UsageError | None]
 

@@ -15,7 +15,7 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
@@ -112,7 +112,8 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 for n, requested in enumerate(session.request.policies):
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         first = first_batch(printer.answers, requested, session.seq_len)
-                        answer_or_failure(answer_of, session, requested, listener, first)
+                        make = functools.partial(answer_of, session, requested, listener, first)
+                        answer_or_failure(make, session.request, requested, listener, lambda session=session: session)
                     if not any(isinstance(later.policy, Auto) for later in session.request.policies[n + 1 :]):
                         session.trials.forget()  # a plan may take up any compiled step
         if not flags.frontier and (no_fit := printer.no_fit()):
@@ -121,20 +122,31 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
 
 
 def answer_or_failure(
-    answer_of: "Answering", session: Session, requested: RequestedPolicy, listener: "Listener", first: int | None
+    make: Callable[[], None],
+    request: Request[RunFlags],
+    requested: RequestedPolicy,
+    listener: "Listener",
+    session_of: Callable[[], Session],
 ) -> None:
     """Makes the records of a policy, or a record of its failure.
 
     The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
     An error that no user could have caused is printed, and its traceback is in the record.
+
+    Args:
+        make: makes the records.
+        request: the request of all policies.
+        requested: the policy.
+        listener: told the record of a failure.
+        session_of: gives the session that a failure is of.
     """
     from jaxremat.chips.installed import versions
     from jaxremat.trial.record import FailureRecord
     from jaxremat.trial.row import config_of, first_line
 
-    started_s, request, trials = time.monotonic(), session.request, session.trials
+    started_s = time.monotonic()
     try:
-        answer_of(session, requested, listener, first)
+        make()
     except (OSError, MemoryError, MissingDependencyError, TargetError):
         raise
     except Exception as error:
@@ -144,7 +156,7 @@ def answer_or_failure(
         is_fault = not isinstance(error, JaxrematError)
         if is_fault:
             show_error(error)
-        batch = request.batches[0] if len(request.batches) == 1 else None
+        batch, trials = request.batches[0] if len(request.batches) == 1 else None, session_of().trials
         failure = FailureRecord(
             model=trials.factory.name,
             requested_policy=requested.text,
@@ -179,23 +191,28 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
     The meshes are printed side by side. It returns the exit code.
     """
     from jaxremat.session.answers import Listener, answer_policy
-    from jaxremat.session.meshes import choose_mesh
+    from jaxremat.session.meshes import choose_mesh, on_first_mesh
 
     printer = printer_for(request.flags, report)
     sessions: dict[tuple[int | None, str], Session] = {}
     listener = Listener(printer.row, progress.show, note, printer.so_far)
+
+    def answer_on_best(one: Request[RunFlags], policy: RequestedPolicy) -> None:
+        record, session = choose_mesh(one, policy, listener)
+        place = record.seq_len, str(record.mesh)
+        if session and place not in sessions:
+            show_heading(session, report, before=[*sessions.values()])
+        printer.mesh_chosen(record)
+        if session:
+            sessions[place] = session
+            answer_policy(session, session.request.policies[0], listener)
+            session.trials.forget()
+
     with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
-                record, session = choose_mesh(one, policy, listener)
-                place = record.seq_len, str(record.mesh)
-                if session and place not in sessions:
-                    show_heading(session, report, before=[*sessions.values()])
-                printer.mesh_chosen(record)
-                if session:
-                    sessions[place] = session
-                    answer_policy(session, session.request.policies[0], listener)
-                    session.trials.forget()
+                make = functools.partial(answer_on_best, one, policy)
+                answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one))
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
     return printer.exit_code()

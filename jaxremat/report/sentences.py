@@ -63,8 +63,12 @@ def _compiled_sentence(found: LargestBatchRecord) -> str:
     elif found.largest_batch == found.global_batch:
         end = "that is the whole global batch"
     else:
-        tried = f"larger ones weren't tried (--max-batch {found.max_batch})"
-        end = "XLA takes no larger one" if found.max_batch is None else tried
+        why = (
+            f"(--max-batch {found.max_batch})"
+            if found.max_batch
+            else "as XLA's arrays or the workload's own would be too large"
+        )
+        end = f"larger ones weren't tried {why}"
     total = gib(found.largest_batch_total_bytes or 0)
     return f"The largest {what} that fits under {policy} is {sized(found.largest_batch)}: {total} of {budget}; {end}."
 

@@ -35,7 +35,6 @@ def choose_mesh(
     """
     from jaxremat.answer.mesh_race import compare_meshes
     from jaxremat.chips.installed import versions
-    from jaxremat.chips.target import load_target
     from jaxremat.report.progress import compile_text
     from jaxremat.trial.comparisons import MeshChoiceRecord
     from jaxremat.trial.record import picked
@@ -50,8 +49,7 @@ def choose_mesh(
             cause=f"{mesh} {obstacle}",
             next_step="name a mesh, such as --mesh fsdp=8, for its own error; or take other --devices",
         )
-    target = load_target(flags.target, _or_none(possible[0]))
-    first = Session.of(replace(request, mesh=_or_none(possible[0])), target)
+    first = on_first_mesh(replace(request, meshes=tuple(possible)))
     if first.trials.workload_at().step is not None:
         raise UsageError(
             f"--mesh auto was requested, and {first.trials.factory.name} is a whole step",
@@ -100,6 +98,14 @@ def choose_mesh(
     session = Session.of(on_best, best.trials.target, factory=best.trials.factory).with_trials(steps=best.trials.steps)
     session.planned_batch = best.batch
     return record, session
+
+
+def on_first_mesh(request: Request[Any]) -> Session:
+    """The session of a request on the first of its meshes."""
+    from jaxremat.chips.target import load_target
+
+    mesh = _or_none(request.meshes[0])
+    return Session.of(replace(request, mesh=mesh), load_target(request.flags.target, mesh))
 
 
 def _or_none(mesh: MeshShape) -> MeshShape | None:

@@ -17,7 +17,17 @@ Pair = tuple[float | None, float | None]
 IntPair = tuple[int | None, int | None]
 #: The records that are compared.
 Compared = TrialRecord | ExplainRecord | LargestBatchRecord | FailureRecord
-Requests = dict[tuple[object, ...], Compared]
+#: By kind of record, what makes its request beside the kind, the model, the policy and the target.
+_STEP = "batch mesh accumulate num_devices seq_len loss layout optimizer grad_dtype attention xla_preset"
+_FIELDS = {
+    TrialRecord: _STEP,
+    ExplainRecord: _STEP,
+    LargestBatchRecord: "mesh global_batch max_batch seq_len loss layout optimizer xla_preset",
+    FailureRecord: "batch outcome",
+}
+#: A request, as JSON has it: its kind, model, policy and target, then the fields of `_FIELDS`.
+Request = tuple[object, ...]
+Requests = dict[Request, Compared]
 
 
 @dataclass(frozen=True)
@@ -96,17 +106,19 @@ def compared(before: Sequence[Record], after: Sequence[Record]) -> Changes:
     Of several records of one request the last one counts. Plans and probes aren't compared.
     """
     sides = [_requests(side) for side in (before, after)]
-    pairs = [(_title(record), record, sides[1][request]) for request, record in sides[0].items() if request in sides[1]]
+    titles = _titles(sides[0] | sides[1])
+    pairs = [(titles[request], record, sides[1][request]) for request, record in sides[0].items() if request in sides[1]]
+    only = [tuple(titles[request] for request in sides[n] if request not in sides[1 - n]) for n in (0, 1)]
     one, other = ([*side.values()][-1].versions if side else {} for side in sides)
     return Changes(
-        steps=tuple(_step(*pair) for pair in pairs if not isinstance(pair[1], ExplainRecord)),
+        steps=tuple(_step(*pair) for pair in pairs if not isinstance(pair[1], ExplainRecord) or any(_errors(*pair[1:]))),
         at_peak=tuple(
             change
             for title, first, second in pairs
-            if isinstance(first, ExplainRecord) and isinstance(second, ExplainRecord)
+            if isinstance(first, ExplainRecord) and isinstance(second, ExplainRecord) and not any(_errors(first, second))
             for change in _at_peak(title, first, second)
         ),
-        only=(_only(sides[0], sides[1]), _only(sides[1], sides[0])),
+        only=(only[0], only[1]),
         versions={name: (one.get(name), other.get(name)) for name in {**one, **other} if one.get(name) != other.get(name)},
     )
 
@@ -118,28 +130,42 @@ def _requests(records: Sequence[Record]) -> Requests:
     """
     found: Requests = {}
     for record in records:
-        if isinstance(record, TrialRecord | ExplainRecord) and record.record != "probe":
-            fields = "batch accumulate mesh num_devices seq_len loss layout optimizer grad_dtype attention xla_preset"
-        elif isinstance(record, LargestBatchRecord):
-            fields = "seq_len global_batch xla_preset max_batch"
-        elif isinstance(record, FailureRecord):
-            fields = "batch outcome"
-        else:
-            continue
-        own = (getattr(record, field) for field in fields.split())
-        found[record.record, record.model, record.requested_policy, record.target, *own] = record
+        if isinstance(record, Compared) and record.record != "probe":
+            own = (getattr(record, field) for field in _FIELDS[type(record)].split())
+            found[record.record, record.model, record.requested_policy, record.target, *own] = record
     return found
 
 
+def _titles(requests: Requests) -> dict[Request, str]:
+    """Each request in words: `gpt2, dots, batch 8, h100-80gb`.
+
+    Where requests would have the same words, the fields in which they differ follow: `seq len 2048`.
+    """
+    alike: dict[tuple[object, str], list[Request]] = {}
+    for request, record in requests.items():
+        alike.setdefault((type(record), _title(record)), []).append(request)
+    return {
+        request: ", ".join([title, *_apart(_FIELDS[type(requests[request])].split(), request, group)])
+        for (_, title), group in alike.items()
+        for request in group
+    }
+
+
 def _title(record: Compared) -> str:
-    """A request in words: `gpt2, dots, batch 8, h100-80gb`."""
     batch = f"batch {record.batch}" if isinstance(record, TrialRecord | ExplainRecord) else "largest batch"
     more = [getattr(record, "mesh", None), f"failed: {record.error}" if isinstance(record, FailureRecord) else None]
     return ", ".join([record.model, record.requested_policy, batch, record.target, *filter(None, more)])
 
 
-def _only(side: Requests, other: Requests) -> tuple[str, ...]:
-    return tuple(_title(record) for request, record in side.items() if request not in other)
+def _apart(names: Sequence[str], request: Request, group: Sequence[Request]) -> list[str]:
+    """The fields of a request in which those of its group differ."""
+    values = [dict(zip(names, other[-len(names) :], strict=True)) for other in group]
+    own = values[group.index(request)]
+    return [f"{name.replace('_', ' ')} {own[name]}" for name in names if len({value[name] for value in values}) > 1]
+
+
+def _errors(*records: Compared) -> list[str | None]:
+    return [getattr(record, "error", None) for record in records]
 
 
 def _step(title: str, before: Compared, after: Compared) -> StepChange:

@@ -261,6 +261,10 @@ class LargestBatchRecord(AnyRecord):
         target: name of the target.
         seq_len: tokens of a sequence; None where that isn't known.
         xla_preset: the preset of XLA's options.
+        loss: the loss; `own` for a workload of a user's own.
+        layout: how the layers run; None where the workload decides that itself.
+        optimizer: `own` where the workload brings its optimizer; None where the workload is a whole step.
+        mesh: the mesh, such as `data=2,fsdp=4`; None for one device.
         global_batch: sequences of a step, if they were requested.
         largest_batch: the largest batch that fits and, where batches are run, runs; 0 where not even the first one does.
         largest_batch_total_bytes: XLA's total at that batch.
@@ -287,6 +291,10 @@ class LargestBatchRecord(AnyRecord):
     target: str
     seq_len: int | None
     xla_preset: str = "default"
+    loss: str | None = None
+    layout: Layout | None = None
+    optimizer: str | None = None
+    mesh: str | None = None
     global_batch: int | None = None
     largest_batch: int
     largest_batch_total_bytes: int | None
