@@ -148,7 +148,7 @@ def test_two_requests_of_one_store_have_titles_of_their_own(
 
 
 def test_a_step_that_failed_on_one_side_holds_no_bytes_that_became_none():
-    before, after = explained(held=(RESIDUALS,)), explained(held=None, attribution=None, error="XLA rejected it")
+    before, after = explained(attribution={"gaps": GIB}), explained(attribution=None, error="XLA rejected it")
     changes = compared([before], [after])
     assert not changes.at_peak
     assert [change.error for change in changes.steps] == [(None, "XLA rejected it")]

@@ -16,7 +16,7 @@ from jaxremat.errors import TargetError, UsageError
 from jaxremat.session.printed import Answer
 from jaxremat.session.session import Session
 from jaxremat.workload.workload import Workload
-from tests.made_up_records import step
+from tests.made_up_records import explained, step
 
 SMALL: dict[str, Any] = {"attention": "xla", "num_layers": 1, "embed_dim": 32, "head_dim": 8, "mlp_dim": 64, "seq_len": 16}
 
@@ -45,6 +45,12 @@ def test_a_session_answers_as_the_command_does(tmp_path):
         for name in ("policy", "total_bytes", "temp_bytes", "step_s", "executed_flops", "config", "budget_bytes", "fits"):
             assert json.loads(json.dumps(getattr(trial, name))) == row[name], name
     assert answer.plan is answer.largest_batch is None
+
+
+def test_a_printed_explanation_has_the_whole_policy():
+    policy = "save:" + ",".join(f"a_long_name_of_a_value_{n}" for n in range(12))
+    answer = Answer(((explained(policy=policy, requested_policy="auto"),),), "h100-80gb")
+    assert policy.rpartition(",")[2] in repr(answer)
 
 
 @pytest.mark.full

@@ -194,7 +194,7 @@ def _layout(planned: Planned) -> PlannedLayout:
         policy=str(found.policy),
         **picked(found, "loss batch"),
         **picked(found.cost, "total_bytes step_s"),
-        tokens_per_s=row.tokens_per_s,
+        **picked(row, "tokens_per_s samples_per_s"),
         compile_s=(row.lower_s or 0.0) + (row.compile_s or 0.0),
     )
 

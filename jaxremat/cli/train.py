@@ -352,7 +352,8 @@ def run_lines(
         yield f"policy    {policy}, planned for {planned.target}, {planned.loss} loss, batch {planned.batch}"
     else:
         yield f"policy    {policy}"
-    given = "" if flags.batch or flags.global_batch else "; --batch asks for another"
+    is_free = trials.factory.has_free_batch and not (flags.batch or flags.global_batch)
+    given = "; --batch asks for another" if is_free else ""
     groups = f", on each of {trials.num_members} data-parallel groups" if trials.num_members > 1 else ""
     yield f"batch     {batch}{groups}{given}"
     rate = "" if trials.optimizer == "own" else f", learning rate {trials.train.learning_rate:g}"

@@ -122,9 +122,10 @@ def layouts_table(plan: PlanRecord) -> Table:
 def layouts_sentences(plan: PlanRecord) -> list[str]:
     """How much slower the other layout is, and why a scan costs what it costs."""
     chosen, other = plan.layouts
-    rate, other_rate = (one.tokens_per_s or one.batch / one.step_s for one in (chosen, other))
+    unit = "tokens" if chosen.tokens_per_s else "samples"
+    rate, other_rate = (one.tokens_per_s or one.samples_per_s or one.batch / one.step_s for one in (chosen, other))
     slower = 100 * (1 - other_rate / rate)
-    difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} tokens a second"
+    difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} {unit} a second"
     if plan.paired_error and abs(slower) < 100 * plan.paired_error:
         difference += f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})"
     if other.layout == "loop":

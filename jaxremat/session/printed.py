@@ -76,6 +76,7 @@ def _printed(found: Answer) -> "Console":
         for record in found.records:
             if isinstance(record, ExplainRecord):
                 printer.row(record)
+        printer.all_done()
         return console
     printer = Printer(report)
     for records in found.by_policy:

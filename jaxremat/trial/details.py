@@ -61,6 +61,7 @@ class PlannedLayout:
         step_s: predicted seconds of the step.
         tokens_per_s: tokens per second; None for a workload that doesn't say how many tokens a batch has.
         compile_s: seconds that lowering and compiling the step took.
+        samples_per_s: samples per second.
     """
 
     layout: Layout
@@ -71,6 +72,7 @@ class PlannedLayout:
     step_s: float
     tokens_per_s: float | None
     compile_s: float
+    samples_per_s: float | None = None
 
 
 @dataclass(frozen=True)
