@@ -9,6 +9,7 @@ into the repository: `memory_baselines.json` beside pytest's configuration, or w
 """
 
 import fcntl
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -212,20 +213,26 @@ def _shown(source: str, root: Path) -> str:
 
 
 def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> None:
-    """Writes one baseline into the file.
+    """Writes one baseline into the file, whole or not at all.
 
-    Tests in other processes may write theirs at the same time.
+    Tests in other processes may write theirs at the same time. Each replaces the file. Another one may have done so while this
+    one waited for its lock.
     """
     import msgspec
 
-    with path.open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        baselines = _baselines_of(file.read(), path)
-        baselines.setdefault(places[0], {}).setdefault(places[1], {})[key] = now
-        text = msgspec.json.format(msgspec.json.encode(baselines, order="deterministic"), indent=1)
-        file.truncate(0)
-        file.write(text + b"\n")
+    from jaxremat.system.files import write_whole
+
+    while True:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                continue
+            file.seek(0)
+            baselines = _baselines_of(file.read(), path)
+            baselines.setdefault(places[0], {}).setdefault(places[1], {})[key] = now
+            text = msgspec.json.format(msgspec.json.encode(baselines, order="deterministic"), indent=1)
+            write_whole(path, text + b"\n")
+            return
 
 
 def _baselines_of(content: bytes, path: Path) -> Baselines:

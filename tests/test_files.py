@@ -2,6 +2,7 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,18 @@ def test_a_pipe_is_only_written_to(tmp_path):
     reader.join()
     assert found == ["a\nb\n"]
     assert os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_check_leaves_alone_the_file_that_another_command_begins(tmp_path, monkeypatch):
+    """It makes no file of this name, so that it removes none."""
+    path = tmp_path / "rows.jsonl"
+
+    def begin(folder: Path) -> None:
+        path.write_text("a row of another command")
+
+    monkeypatch.setattr("jaxremat.system.files.try_in", begin)
+    check_writable("--out", path)
+    assert path.read_text() == "a row of another command"
 
 
 def test_a_file_that_cannot_be_written_is_bad_usage(tmp_path):

@@ -24,12 +24,12 @@ from jaxremat.policy.grammar import parse
 from jaxremat.trial.findings import findings
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.lint import RULES, find
-from jaxremat.xla.lint_input import Remedies, largest_logits, lint_input
+from jaxremat.xla.lint_input import LintInput, Remedies, largest_logits, lint_input
 from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import Traced, names_in_jax_policy, normalized_sizes, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
-from tests.lint_inputs import MIB, attends, made_up, memory
+from tests.lint_inputs import ATTENTION_TWICE, MIB, attends, made_up, memory, program
 
 Layer = Callable[[Any, jax.Array], jax.Array]
 Step = Callable[..., Any]
@@ -596,6 +596,31 @@ def test_attention_runs_twice_but_not_where_a_plan_has_weighed_it(h100):
     done, policy = compiled(GPT, "dots", "cudnn", h100), parse("dots")
     assert [found.rule for found in findings(done, "dots", policy, "flags")] == ["attention-twice"]
     assert findings(done, "plan:plan.json", policy, "flags") == findings(done, "auto", policy, "flags") == ()
+
+
+def test_attention_without_a_gradient_runs_once():
+    """Scopes tell the forward kernel of a frozen model from a recompute."""
+    facts = made_up()["attention-twice"]
+
+    def at(scope: str) -> LintInput:
+        names = {"%attention ": "jit(step)/jvp(Net)/attention", "%attention.1 ": scope}
+        lines = [
+            line
+            + next((f', metadata={{op_name="{of}"}}' for name, of in names.items() if name in line.partition("=")[0]), "")
+            for line in ATTENTION_TWICE.splitlines()
+        ]
+        return replace(facts, module=program(("  ROOT", "\n".join(lines) + "\n  ROOT")))
+
+    assert find(at("jit(step)/Teacher/attention")) == ()
+    (found,) = find(at("jit(step)/transpose(jvp(Net))/rematted_computation/attention"))
+    assert "runs 2 times for 1 backward" in found.evidence
+
+
+def test_an_activation_that_was_dropped_is_no_mask():
+    facts = made_up()["dropout-masks"]
+    assert facts.memory_map is not None
+    floats = [replace(one, shape="bf16[4,65536]") for one in facts.memory_map.buffers]
+    assert find(replace(facts, memory_map=memory(*floats))) == ()
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The fixture `memory_baseline`: a step that grew fails, and the message has the buffers."""
 
 import json
+import threading
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,30 @@ def test_baselines_of_two_tests_are_in_one_file(tmp_path: Path):
     _update(file, "a", PLACES, BEFORE)
     _update(file, "b", PLACES, BEFORE)
     assert _baselines_of(file.read_bytes(), file) == {"jax 0.10.2": {"h100-80gb": {"a": BEFORE, "b": BEFORE}}}
+
+
+def test_a_full_disk_leaves_the_baselines_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "baselines.json"
+    _update(file, "a", PLACES, BEFORE)
+    before = file.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        _update(file, "b", PLACES, BEFORE)
+    assert file.read_bytes() == before
+
+
+def test_baselines_of_parallel_tests_are_all_there(tmp_path: Path):
+    file = tmp_path / "baselines.json"
+    threads = [threading.Thread(target=_update, args=(file, str(n), PLACES, BEFORE)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(_baselines_of(file.read_bytes(), file)["jax 0.10.2"]["h100-80gb"]) == 16
 
 
 def test_a_damaged_file_is_one_error(tmp_path: Path):

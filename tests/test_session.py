@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from jaxremat.cli.run import main
@@ -78,6 +79,8 @@ def test_what_a_session_answers_of_a_workload_of_ones_own():
         ("tiny", {"budget": "lots"}, "lots"), ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
         ("tiny", {"optimizer": "adm"}, "optimizer"), ("nowhere.json", {}, "nowhere.json"),
         (squares, {"seq_len": 64}, "seq_len"), (squares, {"num_layers": 3}, "num_layers"), ("tiny", {"fresh": True}, "fresh"),
+        ("tiny", {"buckets": 3}, "buckets"), ("tiny", {"frontier": True}, "frontier"), (lambda: None, {}, "None"),
+        (nn.Dense(4), {}, "Linen"),
     ],
 )  # fmt: skip
 def test_arguments_that_are_not_valid(model, options, named):
@@ -95,6 +98,19 @@ def test_a_global_batch_is_whole_microbatches_in_each_group(batch):
     with pytest.raises(UsageError) as caught:
         session.compile("dots", batch)
     assert "12" in caught.value.got
+
+
+@pytest.mark.parametrize(("policies", "batch"), [(["dots"], 0), (["dots"], -1), (["dots"], True), (["dots"], "8"), ([], 2)])
+def test_a_request_that_is_not_valid(policies: list[str], batch: Any):
+    session = Session(squares, target="h100-80gb")
+    with pytest.raises(UsageError) as caught:
+        session.compare(policies, batch)
+    assert caught.value.allowed
+
+
+def test_an_option_without_effect_is_noted(capsys: pytest.CaptureFixture[str]):
+    Session(squares, target="h100-80gb", steps=3)
+    assert "--steps has no effect" in capsys.readouterr().err
 
 
 def test_a_target_that_is_not_known():
@@ -152,7 +168,7 @@ def test_a_config_json_is_a_model(monkeypatch):
         "jaxremat.session.session.check_run",
         lambda flags, model: seen.append(flags) or SimpleNamespace(meshes=(), mesh=None),
     )
-    monkeypatch.setattr(Session, "of", lambda request, target, **_: SimpleNamespace())
+    monkeypatch.setattr(Session, "of", lambda request, target, **_: SimpleNamespace(warnings=()))
     Session(Path("some/config.json"), target="h100-80gb", seq_len=8, layers="a_*")
     assert (seen[0].hf, seen[0].model, seen[0].training.seq_len, seen[0].layers) == (
         "some/config.json",

@@ -207,6 +207,26 @@ def test_another_policy_is_no_other_configuration(deep, tmp_path):
         assert "--run-dir" in caught.value.next_step
 
 
+def test_a_user_s_code_that_changed_is_noted(own, tmp_path):
+    """The hash of a run that was written before there was one is no other code."""
+    folder, config = RunFolder(tmp_path), config_at(*own)
+    former, then, now = (replace(config, rounding={**config.rounding, "code": code}) for code in (None, "a", "b"))
+    folder.config.write_text(json.dumps(asdict(former)))
+    assert folder.compared(then) == []
+    folder.config.write_text(json.dumps(asdict(then)))
+    assert folder.compared(then) == []
+    (note,) = folder.compared(now)
+    assert "code isn't as it was" in note
+    assert "last bits" not in note
+
+
+def test_settings_of_jax_that_decide_random_numbers_are_another_configuration(own):
+    then = config_at(*own)
+    with jax.threefry_partitionable(False):
+        now = config_at(*own)
+    assert differences(now.decides, then.decides) == {"jax_threefry_partitionable": (None, False)}
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trial.json", "checkpoints/12"])
 def test_a_folder_without_its_config_is_not_resumed(own, tmp_path, name):
     """Nobody could say whether it is the same run. Other files may be there."""

@@ -66,6 +66,15 @@ def test_lines_in_a_pipe_until_ctrl_c(fake, capsys, monkeypatch):
     assert re.search(r"\b4 readings\b", last)
 
 
+def test_the_peak_is_said_where_the_driver_stops_answering(fake, capsys, monkeypatch):
+    def stop(*_: object) -> None:
+        raise DriverError("the driver doesn't answer")
+
+    monkeypatch.setattr(watch, "lines", stop)
+    assert watch.main([]) == 1
+    assert re.findall(r"([\d.]+) GiB", capsys.readouterr().out) == ["100.00", "0.500"]
+
+
 @pytest.mark.full
 def test_live_on_a_terminal():
     """The table is drawn again in place; after Ctrl-C the cursor is back and the peak is said."""

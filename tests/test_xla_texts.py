@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxremat.xla import hlo
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.dump import Dump, parse_assignment, parse_frames, parse_live_ranges
-from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.flops import executed, executed_flops
 from jaxremat.xla.kernels import kernels_of
 
 pytestmark = [pytest.mark.full]
@@ -50,7 +50,7 @@ def test_the_program(done):
     """Loops with their trip counts, scopes, calls, matmuls, and what is donated."""
     module = done.module
     assert [parameter for _, parameter in module.aliases] == [0]
-    found = list(hlo.executed(module))
+    found = list(executed(module))
     loops = [i for _, i, _ in found if i.opcode == "while"]
     assert [i.trip_count for i in loops] == [LAYERS, LAYERS]
     assert all(i.called for i in loops)
@@ -103,7 +103,7 @@ def test_the_frames(done, dump):
     frames = parse_frames(dump.hlo)
     functions = {function for file, function, _ in frames.locations.values() if file == __file__}
     assert functions >= {"step", "loss", "loss.<locals>.layer"} or functions >= {"step", "loss", "layer"}
-    of_layers = {i.frame for _, i, _ in hlo.executed(done.module) if i.op_name.endswith("tanh")}
+    of_layers = {i.frame for _, i, _ in executed(done.module) if i.op_name.endswith("tanh")}
     assert {frames.source(frame).rpartition(":")[0] for frame in of_layers} == {__file__}
 
 

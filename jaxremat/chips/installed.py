@@ -28,6 +28,8 @@ PACKAGES = ("jaxremat", *COMPILERS, "nvidia-cuda-nvcc", LIBTPU)
 TOOLS = ("ptxas", "nvlink")
 #: The beginnings of the variables of the environment that makers' libraries read.
 VARIABLES = "CUDA|CUDNN|CUBLAS|NVIDIA|LIBTPU"
+#: Those among them that decide what is compiled or computed.
+DECIDING_VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 #: Those among them that only say which devices a process sees.
 DEVICE_VARIABLES = "CUDA_VISIBLE_DEVICES"
 

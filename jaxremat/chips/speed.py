@@ -126,6 +126,7 @@ class DeviceSpeed:
     Attributes:
         bf16_flops: Peak FLOP/s of dense bf16 matmuls. Matmuls in f8 are predicted at this rate too.
         f32_flops: Peak FLOP/s of dense f32 matmuls. On NVIDIA GPUs this is the TF32 rate, since TF32 is XLA's default.
+        plain_f32_flops: Peak FLOP/s of f32 matmuls of the highest precision. None for that of f32.
         bandwidth_bytes_per_s: Bandwidth of device memory.
         host_link_bytes_per_s: Bandwidth of one direction of the link to pinned host memory.
         clocks_per_s: Clock cycles of all multiprocessors together in a second.
@@ -149,6 +150,7 @@ class DeviceSpeed:
     calibration: Calibration
     links: Links | None = None
     f16_flops: float | None = None
+    plain_f32_flops: float | None = None
     tables: Tables | None = None
     row_wait_s: float = 0.0
     cycles_per_s: float | None = None
@@ -190,7 +192,12 @@ class DeviceSpeed:
         return self.calibration.launch_s
 
     def peak_flops(self, dtype: str) -> float:
-        """The peak FLOP/s of matmuls of the type `dtype`, such as `bf16`."""
+        """The peak FLOP/s of matmuls of the type `dtype`, such as `bf16`.
+
+        `f32 highest` is float32 without TF32.
+        """
+        if dtype == "f32 highest":
+            return self.plain_f32_flops or self.f32_flops
         if dtype in ("f32", "f64", "c64", "c128"):
             return self.f32_flops
         return self.f16_flops or self.bf16_flops if dtype == "f16" else self.bf16_flops

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxremat.chips.catalog import ATTACHED, PRESETS, check_installed, chip_of, describe, target_name
-from jaxremat.chips.installed import versions
+from jaxremat.chips.installed import DECIDING_VARIABLES, versions
 from jaxremat.cli.many_trials import check_how_trials_run
 from jaxremat.cli.processes import task_of
 from jaxremat.errors import UsageError, alone, both, reject
@@ -34,8 +34,8 @@ PACKAGE = Path(__file__).parent.parent
 #: The variables that decide what is compiled, and what a job's allocator has.
 ENVIRONMENT = (
     *("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"),
-    *("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"),
-    *("JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_DTYPE_BITS"),
+    *("JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE"),
+    *("JAX_NUMPY_DTYPE_PROMOTION", "JAX_DEFAULT_DTYPE_BITS", *DECIDING_VARIABLES),
 )
 #: A trial with the error of its request. None where the request is valid.
 Checked = tuple[SweepTrial, UsageError | None]

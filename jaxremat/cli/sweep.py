@@ -72,7 +72,7 @@ def show(lines: "list[Line]") -> None:
     """Prints a table for each model and target, and the trials that failed."""
     from jaxremat.report.policy_text import policies_in_full
     from jaxremat.report.screen import print_text, shared_screen
-    from jaxremat.report.sentences import rank_sentence, source_sentence, tied_sentences
+    from jaxremat.report.sentences import rank_sentence, source_sentence, tied_sentences, unpriced_sentences
     from jaxremat.report.sweep import failure_sentences, sweep_table
     from jaxremat.trial.ranks import rank_records
 
@@ -88,7 +88,7 @@ def show(lines: "list[Line]") -> None:
     print_text(console, *failure_sentences(lines))
     if answers := [line.answer for line in lines if line.answer]:
         targets = ", ".join(dict.fromkeys(row.target for row in answers if row.step_source == "predicted"))
-        print_text(console, source_sentence(answers, targets))
+        print_text(console, source_sentence(answers, targets), *unpriced_sentences(answers))
 
 
 def submit(flags: SweepFlags, arguments: list[str]) -> int:

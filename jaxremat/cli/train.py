@@ -194,10 +194,11 @@ def _train(
     policy, trials = policy_of(requested), trials_to_train(session, requested, quiet=new_plan is not None, folder=folder)
     batch = batch_to_train(session, requested)
     report.say(*run_lines(request, trials, policy, batch, folder))
-    config = config_of(trials, str(policy), batch, flags.weights)
+    code = request.model.source_hash() if request.model.source_hash else None
+    config = config_of(trials, str(policy), batch, flags.weights, code)
     if folder and place.is_first:
         for changed in folder.compared(config):
-            say(f"otherwise than before: {changed}; the losses may differ in their last bits")
+            say(changed)
     agree(False)  # every process waits until the first one has checked the folder
     progress.show(f"compiling the step under {policy}")
     check_fit(trials, policy, batch)

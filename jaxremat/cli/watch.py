@@ -52,9 +52,11 @@ def _watch(flags: WatchFlags) -> int:
         if flags.once:
             console.print(gpu_table(reading, watched.peaks))
             return 0
-        with contextlib.suppress(KeyboardInterrupt):
-            (live if console.is_terminal else lines)(console, watched, read, reading, flags.interval)
-    print(peak_sentence(watched.peaks, watched.num_readings, time.monotonic() - watched.started))
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                (live if console.is_terminal else lines)(console, watched, read, reading, flags.interval)
+        finally:  # the driver may stop answering
+            print(peak_sentence(watched.peaks, watched.num_readings, time.monotonic() - watched.started))
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxremat.errors import UnknownNameError, UnknownPolicyError
+from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.policy.autoname import autoname, check_function
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.names import all_written_names, resolve
@@ -75,6 +75,8 @@ def remat(
         return target
     static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
     if is_linen_class(target):
+        if any(n < 0 for n in static_argnums):
+            raise UsageError(f"static_argnums got {static_argnums} for a class", allowed="numbers from 0, without self")
         from jaxremat.policy.linen import remat_linen
 
         checked = _with_checked_names(target, policy)
@@ -128,11 +130,13 @@ def remat_function(function: Any, policy: LayerPolicy, *, prevent_cse: bool, sta
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        static = tuple(n % len(args) for n in static_argnums)
+
         def dynamic(*a: Any, **k: Any) -> Any:
-            return function(*_with_static(args, a, static_argnums), **k)
+            return function(*_with_static(args, a, static), **k)
 
         check_scan(policy, None)
-        named, resolved = with_names(dynamic, policy, *_dynamic(args, static_argnums), **kwargs)
+        named, resolved = with_names(dynamic, policy, *_dynamic(args, static), **kwargs)
         wrapped = function if named is dynamic else autoname(function)
         return jax.checkpoint(wrapped, policy=resolved.to_jax(), prevent_cse=prevent_cse, static_argnums=static_argnums)(
             *args, **kwargs

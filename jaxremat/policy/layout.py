@@ -34,10 +34,14 @@ def unstack_layers(tree: Tree, name: str = "layers") -> Tree:
     """
 
     def unstack(stacked: Tree) -> Tree:
-        numbers = sorted({leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(stacked)})
-        if len(numbers) != 1 or not numbers[0]:
+        numbers = sorted({leaf.shape[0] if jnp.shape(leaf) else 0 for leaf in jax.tree.leaves(stacked)})
+        is_unrolled = not _is_mapping(stacked) or (
+            bool(stacked) and {*stacked} == {f"layer_{i}" for i in range(len(stacked))}
+        )
+        if is_unrolled or len(numbers) != 1 or not numbers[0]:
             raise UsageError(
                 f"the subtree {name!r} isn't one of stacked layers: the first axes of its leaves have {numbers} elements",
+                allowed="a mapping whose arrays all have the layers on their first axis",
                 cause="its layers are unrolled already, or it holds something beside them",
             )
         return {f"layer_{i}": jax.tree.map(lambda leaf, i=i: _slice(leaf, i), stacked) for i in range(numbers[0])}

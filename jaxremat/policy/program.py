@@ -6,10 +6,12 @@ A jaxpr is nested: it may have a jit inside a jit. Two calls may share one inner
 values. `flatten` replaces each call by the equations of what it calls, and gives each value a number of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxremat.policy.jax_private import (
     NameStack,
@@ -133,6 +135,17 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
     return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
 
 
+def read(env: Mapping[int, Any], atom: Atom) -> Any:
+    """The value of an atom as an array.
+
+    A constant of the program (`jax.core.Literal`) may be a Python number.
+    """
+    if isinstance(atom, int):
+        return env[atom]
+    aval: Any = atom.aval
+    return jnp.asarray(atom.val, None if aval.weak_type else aval.dtype)
+
+
 def eval_program(
     program: Program, arguments: Sequence[Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]
 ) -> list[Any]:
@@ -142,14 +155,18 @@ def eval_program(
     """
     env: dict[int, Any] = {**dict(program.constants), **dict(zip(program.inputs, arguments, strict=True))}
 
-    def value(atom: Atom) -> Any:
-        return env[atom] if isinstance(atom, int) else atom.val
-
     for equation in program.equations:
-        with scopes_of(equation):
-            results = bind(equation, [value(atom) for atom in equation.inputs])
-        env.update(zip(equation.outputs, results, strict=True))
-    return [value(atom) for atom in program.outputs]
+        run_equation(equation, env, bind)
+    return [read(env, atom) for atom in program.outputs]
+
+
+def run_equation(equation: Equation, env: dict[Any, Any], bind: Callable[[Equation, list[Any]], Sequence[Any]]) -> None:
+    """Adds the results of an equation to the values in `env`, by `bind` as in `eval_program`."""
+    is_call = bool(list(core.jaxprs_in_params(equation.eqn.params)))
+    with scopes_of(equation):
+        values = [read(env, a) if is_call or isinstance(a, int) else a.val for a in equation.inputs]
+        results = bind(equation, values)
+    env.update(zip(equation.outputs, results, strict=True))
 
 
 def scopes_of(equation: Equation) -> AbstractContextManager[None]:

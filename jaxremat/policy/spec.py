@@ -31,7 +31,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from jaxremat.errors import UnknownPolicyError
+from jaxremat.errors import UnknownPolicyError, nearest
 from jaxremat.policy.maxtext import CONTEXT, MLPWI_0, MLPWO, QUERY_PROJ
 
 
@@ -239,6 +239,11 @@ class Rule(LayerPolicy):
         Form("dots-no-batch", "the results of matmuls without batch dimensions", "dots-no-batch"),
     )
 
+    def __post_init__(self) -> None:
+        if self.kind not in RULES:
+            close = nearest(str(self.kind), RULES)
+            raise UnknownPolicyError(f"Rule got {self.kind!r}", allowed=", ".join(RULES), next_step=close or 'Rule("dots")')
+
     def __str__(self) -> str:
         return self.kind + "+attention" * self.attention
 
@@ -406,6 +411,12 @@ class Every(Policy):
     )
     recomputes_groups = True
 
+    def __post_init__(self) -> None:
+        if self.k != "sqrt":
+            _check_size(self.k, "Every", 'Every(4), or Every("sqrt")')
+        if not isinstance(self.inner, LayerPolicy):
+            raise UnknownPolicyError(f"Every got {self.inner!r} as inner", allowed="a policy", next_step='Rule("dots")')
+
     @classmethod
     def read(cls, text: str, layer: Callable[[str], LayerPolicy]) -> Self | None:
         """`every:K` or `every:K+INNER`, where K is a number or `sqrt`."""
@@ -449,6 +460,9 @@ class OneIn(Policy):
     """
 
     k: int
+
+    def __post_init__(self) -> None:
+        _check_size(self.k, "OneIn", "OneIn(2)")
 
     forms = (Form("one-in:K", "the first of every K layers recomputed, the others left as they are", "one-in:2"),)
 
@@ -594,6 +608,11 @@ _MIX_EXAMPLE = "2*nothing|1*save:NAME"
 def _phrase(policy: LayerPolicy, s: str) -> str:
     said = [f"{verb}{s} {', '.join(names)}" for verb, names in (("save", policy.save), ("offload", policy.offload)) if names]
     return " and ".join(said) or f"recompute{s} everything"
+
+
+def _check_size(k: Any, name: str, example: str) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise UnknownPolicyError(f"{name} got {k!r}", allowed="a number of layers, from 1", next_step=example)
 
 
 def _checked_size(policy: Policy, size: int, num_layers: int) -> int:

@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxremat.errors import UsageError
 from jaxremat.policy.apply import checkpointed, with_names
 from jaxremat.policy.grammar import as_policy
+from jaxremat.policy.jax_private import makes_complex
 from jaxremat.policy.offload import check_layers
 from jaxremat.policy.spec import NOTHING, LayerPolicy, Policy
 from jaxremat.policy.tree import combine, is_float, partition, take
@@ -44,12 +46,21 @@ def scan_layers(function: Callable[..., X], params: Tree, x: X, *broadcast: Tree
         *broadcast: what all layers read.
         policy: a `Policy` or its text. It may list names that the author of `function` wrote, and names of `autoname`. One that
             offloads is refused where a GPU would compute wrong gradients (`offload.py`).
+
+    Raises:
+        UsageError: the leaves of `params` don't have one number of layers.
     """
 
     def layer_fn(variables: Tree, keys: Tree, x: Tree, *broadcast: Tree) -> tuple[Tree, Tree]:
         return function(variables, x, *broadcast), {}
 
-    num_layers = jax.tree.leaves(params)[0].shape[0]
+    sizes = sorted({leaf.shape[0] if jnp.ndim(leaf) else 0 for leaf in jax.tree.leaves(params)})
+    if len(sizes) != 1 or not sizes[0]:
+        raise UsageError(
+            f"the leaves of params have first axes of {', '.join(map(str, sizes)) or 'no'} entries",
+            allowed="arrays with the layers on their first axis, of one length",
+        )
+    (num_layers,) = sizes
     parsed = as_policy(policy)
     check_layers(parsed, num_layers)
     if parsed.names():
@@ -162,9 +173,12 @@ def _scan_layers(step: LayerFn, count: int, *, reverse: bool = False, unroll: in
     return run
 
 
-def _save_all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint` that saves all but slices, such as of stacked parameters."""
-    return primitive.name not in ("slice", "dynamic_slice", "squeeze")
+def _save_all_but_slices(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A policy for `jax.checkpoint` that saves all but slices and complex values.
+
+    Slices are such as those of stacked parameters.
+    """
+    return primitive.name not in ("slice", "dynamic_slice", "squeeze") and not makes_complex(primitive, avals, params)
 
 
 def _layer_by_layer(layer_fn: LayerFn, pattern: Sequence[LayerPolicy], count: int, prevent_cse: bool) -> GroupFn:

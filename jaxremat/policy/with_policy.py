@@ -24,7 +24,7 @@ import jax
 
 from jaxremat.errors import UnknownNameError, UsageError
 from jaxremat.policy.apply import checkpointed
-from jaxremat.policy.calls import call_with, split_operands
+from jaxremat.policy.calls import Runner, call_with, split_operands
 from jaxremat.policy.cut import Piece, cut
 from jaxremat.policy.find import Level, Stack, search_program
 from jaxremat.policy.found import FoundLayers
@@ -33,7 +33,7 @@ from jaxremat.policy.jax_private import changes_reference, num_operands
 from jaxremat.policy.kinds import Layer, LayerKinds, layer_kinds
 from jaxremat.policy.names import resolve
 from jaxremat.policy.offload import check_layers, check_scan
-from jaxremat.policy.program import Equation, bind_equation, flatten, scopes_of
+from jaxremat.policy.program import Equation, bind_equation, flatten, read, run_equation
 from jaxremat.policy.spec import NONE, NOTHING, OWN, LayerPolicy, Policy
 from jaxremat.policy.stack import run_scanned
 from jaxremat.policy.state import ArrayCall, on_arrays
@@ -224,20 +224,29 @@ class _Run:
     kinds: LayerKinds
     named: bool
 
-    def level(self, level: Level, values: Sequence[Any]) -> list[Any]:
-        """The outputs of a level for its inputs."""
+    def level(self, level: Level, values: Sequence[Any], in_scan: bool = False) -> list[Any]:
+        """The outputs of a level for its inputs.
+
+        Its author's checkpoint around layers is dropped where it is the only one, and in no scan: it would recompute all that
+        the policy saves. In a scan (`in_scan`) or beside others it bounds what is in memory at once, and only `none` drops it.
+        """
         program = level.facts.program
         env = {**dict(program.constants), **dict(zip(program.inputs, values, strict=True))}
         steps: _Steps = {}
         for stack in level.stacks:
             steps |= self._loop(level, stack) if stack.in_scan else self._unrolled(level, stack)
+        num_checkpoints = sum(program.equations[n].kind == "checkpoint" for n in level.inside)
         for n, inner in level.inside.items():
-            if program.equations[n].kind == "scan":
-                check_scan(self.policy, program.equations[n].eqn.params["length"])
-            run = functools.partial(call_with, run=functools.partial(self.level, inner))
-            steps[n] = (functools.partial(_run_equation, program.equations[n], bind=run), n + 1)
+            kind, params = program.equations[n].kind, program.equations[n].eqn.params
+            if kind == "scan":
+                check_scan(self.policy, params["length"])
+            inside: Runner = functools.partial(self.level, inner, in_scan=in_scan or kind == "scan")
+            if kind == "checkpoint" and self.policy != NONE and (in_scan or num_checkpoints > 1):
+                inside = _in_checkpoint(inside, prevent_cse=params["prevent_cse"])
+            run = functools.partial(call_with, run=inside)
+            steps[n] = (functools.partial(run_equation, program.equations[n], bind=run), n + 1)
         _run_range(level, range(len(program.equations)), env, steps)
-        return [env[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
+        return [read(env, atom) for atom in program.outputs]
 
     def _unrolled(self, level: Level, stack: Stack) -> _Steps:
         """The steps of unrolled layers."""
@@ -285,7 +294,7 @@ class _Run:
             carry, stacked = run_scanned(layer, self.policy, num_layers, slices, {}, carry, consts, **how)
             return [*carry, *stacked]
 
-        return {stack.span.start: (functools.partial(_run_equation, equation, bind=bind), stack.span.stop)}
+        return {stack.span.start: (functools.partial(run_equation, equation, bind=bind), stack.span.stop)}
 
     def _function(self, layer: Layer) -> Callable[..., Any]:
         if self.policy == NONE:
@@ -293,18 +302,18 @@ class _Run:
         return self.kinds.named(layer) if self.named else layer.piece.run
 
 
+def _in_checkpoint(run: Runner, *, prevent_cse: bool) -> Runner:
+    """`run` in a checkpoint that saves its inputs alone."""
+    checked = checkpointed(lambda *values: tuple(run(values)), NOTHING, prevent_cse=prevent_cse)
+    return lambda values: checked(*values)
+
+
 def _run_range(level: Level, place: range, env: dict[Any, Any], steps: _Steps) -> None:
     """Runs a range of equations, and adds what they make to the values in `env`."""
     equations, n = level.facts.program.equations, place.start
     while n < place.stop:
-        run, n = steps.get(n) or (functools.partial(_run_equation, equations[n], bind=bind_equation), n + 1)
+        run, n = steps.get(n) or (functools.partial(run_equation, equations[n], bind=bind_equation), n + 1)
         run(env)
-
-
-def _run_equation(equation: Equation, env: dict[Any, Any], bind: Callable[..., Sequence[Any]]) -> None:
-    with scopes_of(equation):
-        results = bind(equation, [env[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs])
-    env.update(zip(equation.outputs, results, strict=True))
 
 
 def _run_piece(piece: Piece, scopes: Sequence[str], function: Callable[..., Sequence[Any]], env: dict[Any, Any]) -> None:

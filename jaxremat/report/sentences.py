@@ -226,6 +226,12 @@ def own_sentences(rows: Sequence[StepRecord]) -> list[str]:
     return [f"{name} is {speed} {beside}, and takes {size} it."]
 
 
+def unpriced_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What the predicted times and the FLOPs of the steps leave out or guess."""
+    found = dict.fromkeys(what for row in rows if row.predicted or row.mfu for what in row.unpriced or ())
+    return [f"Predicted times, FLOPs and MFU are rough: {'; '.join(found)}."] if found else []
+
+
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:
     """Where the step times of a table come from.
 

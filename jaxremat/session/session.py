@@ -17,8 +17,7 @@ A command opens it from its flags:
 """
 
 import dataclasses
-import functools
-import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ import msgspec
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest, reject
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import MAX_BATCH
 from jaxremat.session.distributed import least_of_all
 from jaxremat.session.fields import filled, flags_of
 from jaxremat.session.flags import ModelFlags, RunFlags
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 #: The flags that a session's own arguments and methods stand for, and those that have no effect in one.
 _NOT_OPTIONS = (
     *("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective"),
+    *("frontier", "offload", "lengths", "buckets"),
     # Those of a command's output and of its process.
     *("fresh", "verbose", "json", "out", "version", "list", "dump_target", "plot", "save_plan", "explain_plan"),
     *("distributed", "coordinator", "num_processes", "process_id", "initialization_timeout"),
@@ -65,8 +66,9 @@ _NOT_OPTIONS = (
 class Session:
     """A model on a target: which policy, which batch, how fast, and who holds the memory.
 
-    A session has the checks, the defaults and the answers of the commands. No step is compiled twice in it. On an attached GPU
-    steps are run in this process, whose JAX must not have preallocated the GPU's memory
+    A session has the checks, the defaults and the answers of the commands. No step is compiled twice in it. So after a change of
+    the model's code, or of a variable that it reads, open a new session. On an attached GPU steps are run in this process, whose
+    JAX must not have preallocated the GPU's memory
     (`XLA_PYTHON_CLIENT_PREALLOCATE=false`).
 
     Args:
@@ -135,6 +137,8 @@ class Session:
             )
         opened = Session.of(request, load_target(target, request.mesh))
         vars(self).update(vars(opened), _given=given)
+        for warning in self.warnings:
+            note(warning)
 
     @classmethod
     def of(
@@ -320,9 +324,17 @@ class Session:
             raise UsageError(
                 f"policies got the text {policies!r}", allowed="a list of policies", next_step=f"[{policies!r}]"
             )
-        batches = () if batch is None else (batch,)
+        if not policies:
+            raise UsageError("policies got an empty list", allowed="a list of policies", next_step="['nothing', 'dots']")
+        is_number = not isinstance(batch, bool) and hasattr(type(batch), "__index__")
+        if batch is not None and not (is_number and 1 <= operator.index(batch) <= MAX_BATCH):
+            raise UsageError(f"batch got {batch!r}", allowed=f"a whole number from 1 to {MAX_BATCH:,}", next_step="batch=8")
+        batches = () if batch is None else (operator.index(batch),)
         flags = replace(self.request.flags, policy=tuple(map(str, policies)), batch=batches, **more)
         session = Session.of(check_run(flags, self._given), self.trials.target, factory=self.trials.factory)
+        for warning in session.warnings:
+            if warning not in self.warnings:
+                note(warning)
         return session.with_trials(steps=self.trials.steps)
 
     def _answer(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> Answer:
@@ -414,29 +426,22 @@ def _factory_of(model: Any, name: str, layers: tuple[str, ...], target: "Target"
 
     Raises:
         UsageError: it is neither.
+        UserCodeError: the function raised an exception.
     """
+    from jaxremat.workload import load
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
     if isinstance(model, Workload):
         return WorkloadFactory(name, lambda batch: model, layers=layers, mesh=target.mesh, target=target)
-    if not callable(model):
-        raise UsageError(
-            f"Session got {type(model).__name__} {model!r} as its model",
-            allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
-            next_step="Session('gpt2'), or Session(jaxremat.Workload(loss=..., params=..., batch=...))",
-        )
-    from jaxremat.workload.load import takes_devices_of
-
-    signature = inspect.signature(model)
-    takes_devices, batch = takes_devices_of(signature), signature.parameters.get("batch")
-    make: Any = functools.partial(model, devices=target.devices) if takes_devices else model
+    made = load.called(model, name, lambda: target.devices)
     return WorkloadFactory(
         name,
-        lambda size: make() if batch is None or size is None else make(batch=size),
-        batch is not None,
+        made,
+        made.has_free_batch,
         layers,
-        mesh=None if takes_devices else target.mesh,
+        mesh=None if made.takes_devices else target.mesh,
         target=target,
-        default_batch=batch.default if batch and type(batch.default) is int else None,
+        default_batch=made.default_batch,
+        options=made.options,
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxremat.config import TrainConfig
+from jaxremat.errors import UsageError
 from jaxremat.step.adam8 import scale_by_adam8
 from jaxremat.workload.workload import Workload
 
@@ -23,8 +24,21 @@ MatrixAxes = Callable[[Any, tuple[int, ...]], Any]
 
 
 def optimizer_of(workload: Workload, train: TrainConfig) -> optax.GradientTransformation:
-    """The workload's own optimizer, or the optimizer of `train` if it has none."""
-    return workload.optimizer or make_optimizer(train, workload.matrix_axes)
+    """The workload's own optimizer, or the optimizer of `train` if it has none.
+
+    Raises:
+        UsageError: complex parameters are to be trained by an optimizer that stores moments as real numbers.
+    """
+    if workload.optimizer:
+        return workload.optimizer
+    is_complex = any(jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(workload.trained_params))
+    if is_complex and train.optimizer in ("adamw-8bit", "adamw-bf16"):
+        raise UsageError(
+            f"--optimizer {train.optimizer} got complex parameters",
+            allowed="real ones: its moments have no imaginary part",
+            next_step="--optimizer adamw",
+        )
+    return make_optimizer(train, workload.matrix_axes)
 
 
 def make_optimizer(train: TrainConfig, matrix_axes: MatrixAxes | None = None) -> optax.GradientTransformation:

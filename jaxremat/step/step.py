@@ -95,8 +95,9 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
     Compile it with `jax.jit(..., donate_argnums=0)`.
 
     With `train.accumulate` above 1, the microbatches of `batch` run one by one in a scan. Their gradients are summed
-    in one further buffer. The update is that of the whole batch at once, except for the order of the sums, and for dropout,
-    whose masks differ by microbatch. `step/microbatches.py` says how they lie in `batch`.
+    in one further buffer, in the gradients' dtype. The update is that of the whole batch at once, except for the order and the
+    rounding of the sums, and for dropout, whose masks differ by microbatch. In bfloat16, with its 8 bits, a sum of more than
+    about 128 equal terms stops growing. `step/microbatches.py` says how the microbatches lie in `batch`.
 
     If the loss has auxiliary values, the result is `(state, (loss, aux))` with those of the last microbatch. Only float leaves
     of the parameters are differentiated and updated, and in an NNX model only its parameters (`nnx.Param`). What the loss
@@ -152,7 +153,8 @@ def make_step(workload: Workload, train: TrainConfig, policy: Policy) -> Step:
         key = [step_key(train.seed, state.step)] if workload.takes_key else []
         (value, aux, new), grads = loss_and_grads(_cast(workload, state.params, train.grad_dtype), batch, *key)
         floats, others = workload.split(state.params)
-        grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, floats)
+        # The gradient of a complex number is the conjugate of the direction of descent (JAX, `jax.grad`).
+        grads = jax.tree.map(lambda grad, param: jnp.conj(grad).astype(param.dtype), grads, floats)
         updates, opt_state = optimizer.update(grads, state.opt_state, floats)
         params = combine(optax.apply_updates(floats, updates), others if new is None else new)
         return TrainState(state.step + 1, params, opt_state), (value, *aux) if aux else value

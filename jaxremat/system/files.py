@@ -215,11 +215,10 @@ def check_writable(flag: str, path: Path) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         else:
             is_new = not os.path.exists(place)
-            place.open("a").close()
-            if is_new:
-                place.unlink()
+            if not is_new:
+                place.open("a").close()
             if is_new or flag != "--out":
-                try_in(place.parent)
+                try_in(place.parent)  # and not the file itself, which another command may begin to write
 
 
 def try_in(folder: Path) -> None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
 
 from jaxremat.chips.installed import versions
@@ -45,10 +46,19 @@ class RunConfig:
     rounding: dict[str, Any]
 
 
-def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = None) -> RunConfig:
-    """The configuration of a run under a policy, with a batch for each data-parallel group.
+#: JAX's settings that decide random numbers or dtypes, with their defaults.
+_SETTINGS = {"jax_default_prng_impl": "threefry2x32", "jax_threefry_partitionable": True, "jax_enable_x64": False}
 
-    `weights` is the file or folder that it begins with.
+
+def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = None, code: str | None = None) -> RunConfig:
+    """The configuration of a run.
+
+    Args:
+        trials: the trials of the workload.
+        policy: the policy.
+        batch: sequences of a microbatch of each data-parallel group.
+        weights: the file or folder that it begins with.
+        code: the hash of a user's own code. None for a preset.
     """
     train, workload = trials.train_at(batch), trials.workload_at()
     fields = {"model": trials.factory.config(), "train": asdict(train)}
@@ -63,6 +73,8 @@ def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = No
         "data": workload.data_hash() if workload.data_hash else "",
         "random_keys": KEYS,
     } | ({"weights": str(weights.resolve())} if weights else {})
+    settings = {name: getattr(jax.config, name) for name in _SETTINGS}
+    decides |= {name: value for name, value in settings.items() if value != _SETTINGS[name]}
     rounding |= {
         "target": f"{trials.target.name}: {trials.target.description}",
         "mesh": str(trials.target.mesh_shape),
@@ -71,6 +83,7 @@ def config_of(trials: Trials, policy: str, batch: int, weights: Path | None = No
         "xla_preset": trials.xla_preset,
         "xla_remat": trials.xla_remat or None,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS") or None,
+        "code": code,
         "versions": {name: version for name, version in versions().items() if version},
     }
     as_json = json.loads(json.dumps({"decides": decides, "rounding": rounding}, default=str))
@@ -142,7 +155,7 @@ class RunFolder:
         """Checks that the run can resume with this configuration.
 
         Returns:
-            What differs from before and changes at most the last bits of the losses.
+            A line for what differs from before: what changes at most the last bits of the losses, and a user's own code.
 
         Raises:
             UsageError: something differs that decides the losses, or the folder isn't of a training run.
@@ -161,7 +174,12 @@ class RunFolder:
                 allowed="what was requested then; another policy, mesh or --num-steps",
                 next_step="give the former flags to resume, or another --run-dir to begin anew",
             )
-        return phrases(differences(config.rounding, before.rounding)) if before else []
+        changed = differences(config.rounding, before.rounding) if before else {}
+        code, _ = changed.pop("code", (None, None))
+        return [
+            *(["the model's code isn't as it was: from here on the losses are those of the new code"] if code else []),
+            *(f"otherwise than before: {one}; the losses may differ in their last bits" for one in phrases(changed)),
+        ]
 
     def keep(self, path: Path, text: str) -> None:
         """Writes a file of the folder, whole or not at all.

@@ -150,6 +150,8 @@ class TrialRecord(StepRecord):
         predicted: the predicted time and its terms.
         predicted_interval: how much longer a real step may take, as shares: (-0.16, 0.16) is 16 % shorter to 16 % longer.
         paired_error: the share by which predicted times of two steps of the model have to differ for one to be the faster.
+        unpriced: what the predicted time and the FLOPs leave out or guess, such as `1 loop of unknown length counts once`. None
+            for most steps.
         num_xla_remat: number of instructions that XLA's own rematerialization duplicated.
         xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
             pass ran, where XLA_FLAGS disables it, and for a CPU.
@@ -190,6 +192,7 @@ class TrialRecord(StepRecord):
     predicted: StepTime | None = None
     predicted_interval: tuple[float, float] | None = None
     paired_error: float | None = None
+    unpriced: tuple[str, ...] | None = None
     num_xla_remat: int | None = None
     xla_remat_above_bytes: int | None = None
     kept: SavedAndRecomputed | None = None

@@ -17,6 +17,7 @@ from jaxremat.trial.record import TrialRecord, is_out_of_memory, picked
 from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
+from jaxremat.xla.kernels import unpriced
 from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 from jaxremat.xla.recomputed import recomputed_flops, saved_and_recomputed
@@ -135,6 +136,9 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     counted, executed = saved_and_recomputed(compilation), executed_flops(compilation.module).total
     has_base = about.kind == "trial" and all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
     base = executed - recomputed_flops(compilation, counted) if has_base else None
+    base = (
+        None if base is not None and base < 0 else base
+    )  # the counts of a program that isn't understood contradict each other
     flops = base if flops is None else flops
     needed = flops if workload.num_trained is None else base
     return TrialRecord(
@@ -167,6 +171,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         predicted=predicted,
         predicted_interval=speed.interval if speed else None,
         paired_error=speed.paired_error if speed else None,
+        unpriced=unpriced(compilation.module) or None,
         num_xla_remat=compilation.num_xla_remat,
         xla_remat_above_bytes=None
         if trials.xla_remat or trials.speaks_early  # there the pass is part of what XLA says

@@ -184,6 +184,35 @@ def load_factory(
     return Factory(source.name, batch is not None, default, arguments, found, options, devices if takes_devices else None)
 
 
+def called(function: Any, name: str, devices: Callable[[], Sequence[Any]]) -> Factory:
+    """The factory of a function that no flag names. Its keywords have their defaults.
+
+    Args:
+        function: the function that returns a workload.
+        name: its name.
+        devices: gives the target's devices, for the function's keyword `devices`.
+
+    Raises:
+        UsageError: it is no function.
+    """
+    if (model := _model_of(function)) or not callable(function):
+        kind, how = model or (
+            f"of type {type(function).__name__}",
+            "Session('gpt2'), or Session(jaxremat.Workload(loss=...))",
+        )
+        raise UsageError(
+            f"the model is {kind}",
+            allowed="the name of a preset, the path of a config.json, FILE.py:ATTR, a Workload, or a function that returns one",
+            next_step=how,
+        )
+    signature = inspect.signature(function)
+    batch = signature.parameters.get("batch")
+    default = batch.default if batch and type(batch.default) is int else None
+    takes_devices = takes_devices_of(signature)
+    options = _options(signature, {})
+    return Factory(name, batch is not None, default, {}, function, options, devices if takes_devices else None)
+
+
 def takes_devices_of(signature: inspect.Signature) -> bool:
     """Whether a function takes the target's devices.
 

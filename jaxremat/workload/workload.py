@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -468,6 +469,17 @@ def _needed_keywords(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in _parameters(function) or () if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
 
 
+def _unpassed_key(function: Callable[..., Any]) -> str | None:
+    """The argument that would be a random key, and isn't passed. It has the default None.
+
+    None where there is none, or where the third argument is passed the key.
+    """
+    if _num_arguments(function) == 3:
+        return None
+    optional = (p.name for p in _parameters(function) or () if p.default is None)
+    return next((name for name in optional if re.search(r"(^|_)(key|rngs?)$", name)), None)
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """The parameters of a function.
 
@@ -498,6 +510,20 @@ def _check_values(workload: Workload) -> None:
         raise _bad_workload(f"layers={layers!r}", "a pattern or a tuple of patterns", "layers='blocks_*'")
     if not isinstance(donated, int) and not _is_tuple_of(donated, int):
         raise _bad_workload(f"donate_argnums={donated!r}", "numbers of the step's arguments", "donate_argnums=0, or (0, 1)")
+    trained = workload.trainable
+    if not (trained is None or isinstance(trained, str | Narrowed) or _is_tuple_of(trained, str) or callable(trained)):
+        raise _bad_workload(
+            f"trainable={trained!r}",
+            "a pattern, a tuple of patterns, or a function of path and leaf",
+            "trainable=('lora_*',)",
+        )
+    if workload.frozen_dtype:
+        try:
+            jnp.dtype(workload.frozen_dtype)
+        except TypeError:
+            raise _bad_workload(
+                f"frozen_dtype={workload.frozen_dtype!r}", "the name of a dtype", "frozen_dtype='bfloat16'"
+            ) from None
     if not isinstance(workload.name, str):
         raise _bad_workload(f"name={workload.name!r}", "a text", "name='my model'")
     if not isinstance(workload.mesh, Mesh | None):
@@ -521,7 +547,7 @@ def _check_loss(workload: Workload) -> None:
     assert workload.loss is not None
     of_step = "args" if workload.args else "donate_argnums" if workload.donate_argnums != () else ""
     empty = next((name for name in ("params", "batch") if not jax.tree.leaves(getattr(workload, name))), "")
-    number, names = _num_arguments(workload.loss), _needed_keywords(workload.loss)
+    number, names, key = _num_arguments(workload.loss), _needed_keywords(workload.loss), _unpassed_key(workload.loss)
     loss, what = (
         "loss(params, batch) or loss(params, batch, key)",
         "no" if getattr(workload, empty, None) is None else "an empty",
@@ -534,6 +560,9 @@ def _check_loss(workload: Workload) -> None:
          "bind the others, with functools.partial for example", "", loss),
         (names, f"Workload got a loss that needs the keyword {[*names, ''][0]!r}",
          "take the key by position, and bind the others, with functools.partial for example", "", loss),
+        (key, f"Workload got a loss whose argument {key!r} is given nothing",
+         "make the key the third argument; or without random numbers: loss=lambda params, batch: loss(params, batch)",
+         "the step would have no random numbers, and no dropout", loss),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ CollectiveUse = Literal["gathered", "to add up", "added up", "exchanged"]
 Roles = Mapping[str, Category]
 #: Patterns in the paths of arguments, such as `state.params['w']`, `state.opt_state[0].mu['w']`, `variables['params']['w']`.
 _ROLES: tuple[tuple[str, Category], ...] = (
+    (r"^(batch|inputs?|data)(\W|$)", "inputs"),
     (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
     (r"(^|\W)(params?|weights?|kernels?|variables|batch_stats)(\W|$)", "parameters"),
 )
@@ -67,7 +68,8 @@ class Evidence:
 def role_of(path: str, roles: Roles | None = None) -> Category:
     """The category of an argument by its path; `inputs` if no pattern matches.
 
-    For example, `state.params['w']` gives `parameters`, and `batch['tokens']` gives `inputs`.
+    For example, `state.params['w']` gives `parameters`, and `batch['tokens']` gives `inputs`. What matches first in the path
+    counts: `state.params['mu']` has parameters, and `state.opt_state.mu['w']` has optimizer state.
 
     Args:
         path: the argument's path.
@@ -76,10 +78,11 @@ def role_of(path: str, roles: Roles | None = None) -> Category:
     for start, category in (roles or {}).items():
         if path.startswith(start):
             return category
+    found: dict[int, Category] = {}
     for pattern, category in _ROLES:
-        if re.search(pattern, path):
-            return category
-    return "inputs"
+        if match := re.search(pattern, path):
+            found.setdefault(match.start(), category)
+    return found[min(found)] if found else "inputs"
 
 
 def _is_gradient(e: Evidence) -> bool:
@@ -146,7 +149,7 @@ RULES: tuple[tuple[Category, Callable[[Evidence], bool]], ...] = (
     ("gradients", _is_gradient),
     ("logits and loss", lambda e: e.is_vocabulary_wide and speaks_of_loss(e.op_name, e.functions)),
     ("collective buffers", lambda e: e.exchanged == "exchanged" and not _is_residual(e)),
-    ("recompute", lambda e: "rematted_computation" in e.op_name),
+    ("recompute", lambda e: is_recompute(e.op_name)),
     ("other", lambda e: not e.op_name and e.num_layers == 1),
     ("residuals", _is_residual),
     ("working set", lambda e: True),

@@ -70,9 +70,16 @@ def collective_of(computation: Computation, instruction: Instruction) -> Collect
     """
     kind = cast(CollectiveKind, instruction.opcode.removesuffix("-start"))
     groups = groups_of(instruction.attrs)
-    num_bytes = sum(shape.num_bytes for shapes in computation.operand_shapes(instruction) for shape in shapes)
-    of_all = len(groups[0]) if groups and kind == "all-gather" else 1
-    return Collective(kind, num_bytes * of_all, groups)
+    operands = computation.operand_shapes(instruction)
+    if kind == "ragged-all-to-all":  # after the values come the array that they are written to, and sizes
+        operands = operands[:1]
+    num_bytes = sum(shape.num_bytes for shapes in operands for shape in shapes)
+    if kind == "all-gather" and groups:
+        num_bytes *= len(groups[0])
+    elif kind == "all-gather":
+        is_start = instruction.opcode.endswith("-start")  # whose result has the operands, too
+        num_bytes = sum(shape.num_bytes for shape in instruction.shapes) - is_start * num_bytes
+    return Collective(kind, num_bytes, groups)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,8 @@ from jaxremat.mesh.axes import MeshAxes
 from jaxremat.xla.categories import PARAMETERS, CollectiveUse, Roles, phase_of, role_of
 from jaxremat.xla.collectives import CollectiveKind, Groups, collective_of, is_collective
 from jaxremat.xla.dependence import Dependences, dependences
-from jaxremat.xla.hlo import Computation, Instruction, Module, executed
+from jaxremat.xla.flops import executed
+from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.origin import Caller, find_callers
 
 #: What an array is that a collective sends. parameter: a part of one, that is gathered. gradient: that of a parameter, which is

@@ -9,7 +9,7 @@ operations and reductions aren't counted, as memory bandwidth limits them.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +80,15 @@ def add_flops(counts: Iterable[ExecutedFlops]) -> ExecutedFlops:
 
 def kind_of_call(instruction: Instruction) -> CallKind | None:
     """What a custom call computes, of a library or a kernel of Pallas. None if unknown."""
-    return call_kind(_pallas_target(instruction.op_name) or instruction.custom_call_target)
+    return call_kind(called_name(instruction))
+
+
+def called_name(instruction: Instruction) -> str:
+    """The name of what a custom call calls.
+
+    It is a library's function, or `pallas_call$NAME` of a kernel of Pallas.
+    """
+    return _pallas_target(instruction.op_name) or instruction.custom_call_target
 
 
 def _pallas_target(op_name: str) -> str:
@@ -159,6 +167,26 @@ def flops_counter(module: Module) -> Callable[[str], ExecutedFlops]:
     return count
 
 
+def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
+    """Every instruction that runs, with its computation and the number of times that it runs.
+
+    Instructions inside fusions and loops are included. An instruction of a loop of 12 iterations runs 12 times. Of a
+    conditional's branches the one with the most FLOPs runs, and of equal ones the first. The body of a loop without a known
+    trip count runs once.
+    """
+    count = flops_counter(module)
+    waiting = [(module.entry_computation, 1)]
+    while waiting:
+        computation, times = waiting.pop()
+        for i in computation.instructions:
+            yield computation, i, times
+            if i.opcode == "conditional":
+                waiting.append((module.computations[max(i.called, key=lambda name: count(name).total)], times))
+            elif i.opcode in ("fusion", "call", "while", "custom-call") or i.opcode.endswith("-start"):
+                trips = 1 if i.trip_count is None else i.trip_count
+                waiting += [(module.computations[name], times * trips) for name in i.called]
+
+
 def instruction_flops(
     computation: Computation, instruction: Instruction, count: Callable[[str], ExecutedFlops]
 ) -> ExecutedFlops:
@@ -185,7 +213,7 @@ def instruction_flops(
         return ExecutedFlops(matmul_flops=flops.convolution_flops, num_matmuls=1) if is_dot else flops
     if opcode.startswith("custom-call") and (flops := _custom_call(computation, instruction)):
         return flops
-    if not instruction.called or opcode.endswith(("-done", "-update")):
+    if not instruction.called or opcode.endswith(("-done", "-update")) or instruction.runs_on_host:
         return NO_FLOPS
     if opcode == "while":
         body = count(instruction.called[-1])

@@ -13,7 +13,7 @@ becomes an `Instruction` with the name `dot.1`, the opcode `dot`, one shape `f32
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 HOST_MEMORY = 5  # XLA's memory space of pinned host memory, printed as S(5)
@@ -127,6 +127,11 @@ class Instruction:
         The pass adds `.remat`, `.remat2` or `.remat.1` to the names of its copies.
         """
         return bool(_XLA_REMAT.search(self.name))
+
+    @property
+    def runs_on_host(self) -> bool:
+        """Whether the host computes it, as under `jax.experimental.compute_on`."""
+        return self.custom_call_target == "HostExecute" or 'async_execution_thread="host"' in self.attrs
 
     @property
     def num_elements(self) -> int:
@@ -302,20 +307,6 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     The second is in host memory.
     """
     return _parse_shapes(text)
-
-
-def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
-    """Every instruction that runs, with its computation and the number of times that it runs.
-
-    Instructions inside fusions and loops are included. An instruction of a loop of 12 iterations runs 12 times.
-    """
-    waiting = [(module.entry_computation, 1)]
-    while waiting:
-        computation, times = waiting.pop()
-        for i in computation.instructions:
-            yield computation, i, times
-            if i.opcode in ("fusion", "call", "while", "conditional", "custom-call") or i.opcode.endswith("-start"):
-                waiting += [(module.computations[name], times * (i.trip_count or 1)) for name in i.called]
 
 
 def _parse_instruction(line: str) -> Instruction | None:

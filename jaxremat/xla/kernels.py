@@ -6,13 +6,24 @@ kernel has a class, by which `jaxremat.xla.clock` predicts its time.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from jaxremat.chips.speed import KernelClass
 from jaxremat.chips.tables import Attention, Product
 from jaxremat.xla.collectives import Collective, collective_of, is_collective
-from jaxremat.xla.flops import ExecutedFlops, attention_of, flops_counter, instruction_flops, is_matmul, product_of
+from jaxremat.xla.flops import (
+    ExecutedFlops,
+    attention_of,
+    called_name,
+    executed,
+    flops_counter,
+    instruction_flops,
+    is_matmul,
+    kind_of_call,
+    product_of,
+)
 from jaxremat.xla.hlo import Computation, Instruction, Module
 from jaxremat.xla.traffic import Traffic, traffic_of
 
@@ -31,6 +42,13 @@ _NO_WORK_TARGETS = re.compile(r"AllocateBuffer|Sharding|.*annotate_device_placem
 #: The calls in the fusions in which a collective begins and ends.
 _BEGINS, _ENDS = "AsyncCollectiveStart", "AsyncCollectiveDone"
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+#: A matmul in float32 without TF32, as XLA writes it for its own operations and for calls of a library.
+_HIGHEST = re.compile(r'operand_precision[="]*:?[{\["]*highest|algorithm[=":]*(ALG_)?dot_f32_f32_f32', re.IGNORECASE)
+#: Calls whose time is that of their bytes, and calls that take no time.
+_BY_BYTES = re.compile(
+    r"TopK|__cub\$|ConcatBitcast|GatherScatterIndicesBitpacked|AssumeGatherIndicesInBound|AsyncCollective|SliceToDynamic"
+    r"|PadToStatic|X64"
+)
 _MOVES = frozenset({"parameter", "constant", "bitcast", "copy", "copy-start", "tuple", "get-tuple-element", "reshape"})
 #: The scope of an embedding, as the names of libraries have it: `embed_tokens`, `token_embedder`, `wte`.
 _EMBEDDING = re.compile("emb|wte|vocab", re.IGNORECASE)
@@ -131,10 +149,11 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
         elif _NOT_KERNELS.fullmatch(opcode):
             continue
         elif opcode == "while":
-            events += _events(module, instruction.called[-1], count * (instruction.trip_count or 1), flops)
+            trips = 1 if instruction.trip_count is None else instruction.trip_count
+            events += _events(module, instruction.called[-1], count * trips, flops)
         elif opcode == "conditional":
             events += max((_events(module, c, count, flops) for c in instruction.called), key=_branch_size)
-        elif opcode in ("call", "call-start", "async-start"):
+        elif opcode in ("call", "call-start", "async-start") and not instruction.runs_on_host:
             for called in instruction.called:
                 events += [_started_by(instruction, event) for event in _events(module, called, count, flops)]
         elif is_collective(instruction):
@@ -144,6 +163,34 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
         elif not _NO_WORK_TARGETS.match(instruction.custom_call_target):
             events.append(_kernel(module, computation, instruction, count, flops))
     return events
+
+
+def unpriced(module: Module) -> tuple[str, ...]:
+    """What the predicted times and the FLOPs of a module leave out or guess, in words.
+
+    Empty for most steps.
+
+    Examples are `1 loop of unknown length counts once` and `12 calls of te_gemm_ffi count by their bytes alone`.
+    """
+    calls, dtypes, num_loops, num_on_host, num_sent = Counter[str](), Counter[str](), 0, 0, 0
+    for computation, i, _ in executed(module):
+        num_loops += i.opcode == "while" and i.trip_count is None
+        num_sent += i.opcode == "send"
+        num_on_host += i.runs_on_host and not i.opcode.endswith(("-done", "-update"))
+        target = "" if i.called or i.runs_on_host or i.cycles is not None else i.custom_call_target
+        if target and not (kind_of_call(i) or _NO_WORK_TARGETS.match(target) or _BY_BYTES.match(target)):
+            calls[called_name(i)] += 1
+        if is_matmul(i) and (dtype := computation.operand_shapes(i)[0][0].dtype) in ("f64", "c64", "c128"):
+            dtypes[dtype] += 1
+    found = {
+        "loop{s} of unknown length count{v} once": num_loops,
+        "transfer{s} by send and recv count{v} as kernels": num_sent,
+        "computation{s} on the host count{v} by {their} bytes alone": num_on_host,
+        **{f"call{{s}} of {name} count{{v}} by {{their}} bytes alone": number for name, number in calls.items()},
+        **{f"matmul{{s}} of {dtype} count{{v}} like float32": number for dtype, number in dtypes.items()},
+    }
+    one, several = {"s": "", "v": "s", "their": "its"}, {"s": "s", "v": "", "their": "their"}
+    return tuple(f"{n} {text.format(**(one if n == 1 else several))}" for text, n in found.items() if n)
 
 
 def _started_by(start: Instruction, event: Kernel | Wait) -> Kernel | Wait:
@@ -304,9 +351,13 @@ def _rows_added(computation: Computation, instruction: Instruction) -> int:
 def _matmul_dtype(
     module: Module, computation: Computation, instruction: Instruction, flops: Callable[[str], ExecutedFlops]
 ) -> str:
-    """Element type of the first operand of a kernel's first matmul; empty without a matmul."""
+    """Element type of the first operand of a kernel's first matmul; empty without a matmul.
+
+    It is `f32 highest` where the program requests float32 without TF32, as `jax_default_matmul_precision="highest"` does.
+    """
     if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
-        return computation.operand_shapes(instruction)[0][0].dtype
+        dtype = computation.operand_shapes(instruction)[0][0].dtype
+        return "f32 highest" if dtype == "f32" and _HIGHEST.search(instruction.attrs) else dtype
     for name in instruction.called:
         inner = module.computations[name]
         for candidate in inner.instructions:

@@ -30,7 +30,7 @@ from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
-from jaxremat.xla.flops import NO_FLOPS, add_flops, executed_flops, instruction_flops, is_matmul, kind_of_call
+from jaxremat.xla.flops import NO_FLOPS, add_flops, executed, executed_flops, instruction_flops, is_matmul, kind_of_call
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.lint_input import (
     LintInput,
@@ -187,18 +187,22 @@ def _unmatched_names(facts: LintInput) -> Iterator[Finding]:
 
 def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     flops = executed_flops(facts.module)
-    forward, backward = flops.num_attention_forward, flops.num_attention_backward
+    backward = flops.num_attention_backward
+    calls = [(i.op_name, times) for _, i, times in executed(facts.module) if kind_of_call(i) == "attention"]
+    num_again = flops.num_attention_forward - backward
+    if all(scope for scope, _ in calls):  # attention without a gradient, as of a frozen model, runs forward alone
+        num_again = sum(times for scope, times in calls if is_recompute(scope))
     saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
     saver = "dots+attention" if facts.policy in (None, OWN) else facts.policy.with_attention()
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
-    if not 0 < backward < forward or not saves_something or saver is None:
+    if not backward or num_again <= 0 or not saves_something or saver is None:
         return
     spent = _flops(facts.module, lambda i: kind_of_call(i) == "attention")
-    again = spent * (forward - backward) // forward
+    again = spent * num_again // flops.num_attention_forward
     share = 100 * again / flops.total
     yield Finding(
         "attention-twice",
-        f"fused attention's forward kernel runs {forward} times for {backward} backward ones: "
+        f"fused attention's forward kernel runs {backward + num_again} times for {backward} backward ones: "
         f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
         facts.under_policy(saver)
         + ("" if facts.has_flags else ": a name on the output doesn't save the kernel's softmax statistics"),
@@ -245,7 +249,7 @@ def _xla_remat(facts: LintInput) -> Iterator[Finding]:
 
 def _not_donated(facts: LintInput) -> Iterator[Finding]:
     entry = facts.module.entry_computation
-    if not any(phase_of(i.op_name) == "backward" for _, i, _ in hlo.executed(facts.module)):
+    if not any(phase_of(i.op_name) == "backward" for _, i, _ in executed(facts.module)):
         return
     root, taken = entry.root, {output for output, _ in facts.module.aliases}
     callers, new = find_callers(facts.module), Counter[hlo.Shape]()
@@ -395,9 +399,8 @@ def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
 
 
 def _dropout_masks(facts: LintInput) -> Iterator[Finding]:
-    masks = {
-        label: some for label, some in residuals(facts).items() if any(_DRAWN.search(buffer.op_name) for buffer, _ in some)
-    }
+    drawn = {label: [one for one in some if _is_mask(one[0])] for label, some in residuals(facts).items()}
+    masks = {label: some for label, some in drawn.items() if some}
     num_bytes = sum(size for some in masks.values() for _, size in some)
     if num_bytes > facts.small_bytes:
         yield Finding(
@@ -410,15 +413,21 @@ def _dropout_masks(facts: LintInput) -> Iterator[Finding]:
         )
 
 
+def _is_mask(buffer: Buffer) -> bool:
+    """Whether a buffer has random bits or a mask made of them.
+
+    Activations that were dropped are floating-point numbers.
+    """
+    return bool(_DRAWN.search(buffer.op_name)) and not buffer.shape.startswith(("f", "bf"))
+
+
 def _saved_and_recomputed(facts: LintInput) -> Iterator[Finding]:
     if facts.memory_map is None:
         return
     made, again = Counter[str](), Counter[str]()
-    for _, i, times in hlo.executed(facts.module):
-        if is_matmul(i) and ("rematted_computation" in i.op_name or phase_of(i.op_name) == "forward"):
-            (again if "rematted_computation" in i.op_name else made)[plain_scope(i.op_name)] += (
-                times * i.shapes[0].num_elements
-            )
+    for _, i, times in executed(facts.module):
+        if is_matmul(i) and (is_recompute(i.op_name) or phase_of(i.op_name) == "forward"):
+            (again if is_recompute(i.op_name) else made)[plain_scope(i.op_name)] += times * i.shapes[0].num_elements
     saved: dict[str, list[tuple[Buffer, int]]] = defaultdict(list)
     for some in residuals(facts).values():
         for buffer, size in some:
@@ -507,5 +516,5 @@ RULES: dict[str, Rule] = {
 
 
 def _flops(module: hlo.Module, of: Callable[[hlo.Instruction], bool]) -> int:
-    found = (place for place in hlo.executed(module) if of(place[1]))
+    found = (place for place in executed(module) if of(place[1]))
     return add_flops(instruction_flops(c, i, lambda name: NO_FLOPS).repeated(times) for c, i, times in found).total

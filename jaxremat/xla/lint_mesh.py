@@ -18,7 +18,7 @@ from jaxremat.xla.buffers import Buffer, held
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
-from jaxremat.xla.flops import NO_FLOPS, executed_flops, instruction_flops
+from jaxremat.xla.flops import NO_FLOPS, executed, executed_flops, instruction_flops
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.lint_input import LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part
@@ -262,7 +262,7 @@ def _requested_by_path(jaxpr: Any) -> Counter[str]:
 def _done_by_path(module: hlo.Module, num_devices: int) -> Counter[str]:
     """FLOPs of the compiled step on all devices, by module path."""
     found = Counter[str]()
-    for computation, instruction, times in hlo.executed(module):
+    for computation, instruction, times in executed(module):
         if flops := instruction_flops(computation, instruction, lambda name: NO_FLOPS).total:
             found[_module_path(scope_in(module, computation, instruction))] += flops * times * num_devices
     return found

@@ -384,12 +384,10 @@ class _Reader:
 
         Bytes that several live buffers share count once.
         """
-        starts: dict[int, list[Buffer]] = defaultdict(list)
         sums = [0] * (len(self.schedule) + 1)
         for buffer in buffers:
             sums[buffer.first] += buffer.num_bytes
             sums[buffer.last + 1] -= buffer.num_bytes
-            starts[buffer.first].append(buffer)
         for position in range(1, len(sums)):
             sums[position] += sums[position - 1]
         best, peak = -1, 0

@@ -21,7 +21,7 @@ from typing import Any, get_args
 from jaxremat.xla import hlo
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.compile import Compilation
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, flops_counter, instruction_flops
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, executed, flops_counter, instruction_flops
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
@@ -35,7 +35,7 @@ def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
     """
     traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
-    uses_host = any(shape.on_host for _, i, _ in hlo.executed(compilation.module) for shape in i.shapes)
+    uses_host = any(shape.on_host for _, i, _ in executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()
     forward, backward = _gathered_bytes(compilation)
     return SavedAndRecomputed(
@@ -60,7 +60,7 @@ def recomputed_flops(compilation: Compilation, counted: SavedAndRecomputed) -> i
     """
     module = compilation.module
     count = flops_counter(module)
-    copies = (instruction_flops(c, i, count).repeated(times) for c, i, times in hlo.executed(module) if i.is_xla_remat)
+    copies = (instruction_flops(c, i, count).repeated(times) for c, i, times in executed(module) if i.is_xla_remat)
     return sum(some.flops_again for some in counted.again) + add_flops(copies).total
 
 
@@ -138,7 +138,7 @@ def _done(module: hlo.Module, num_devices: int) -> list[_Work]:
     """The operations of the compiled program, with the FLOPs of all devices."""
     return [
         work
-        for computation, i, times in hlo.executed(module)
+        for computation, i, times in executed(module)
         for flops in [instruction_flops(computation, i, lambda name: NO_FLOPS)]
         if flops.total or _is_kernel(i)
         for work in _work(scope_in(module, computation, i), times, flops.repeated(num_devices), _is_kernel(i))

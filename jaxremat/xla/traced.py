@@ -29,7 +29,7 @@ from jaxremat.policy.names import written_at
 from jaxremat.policy.program import flatten
 from jaxremat.policy.spec import Policy
 from jaxremat.xla.categories import is_recompute, phase_of, speaks_of_loss
-from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, equation_flops
+from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, count_step_flops, equation_flops
 
 #: A checkpoint is around the whole forward pass if it recomputes at least this share of its FLOPs.
 _MOST = 0.9
@@ -205,7 +205,8 @@ def places(jaxpr: Any, outer: Place = _WHOLE) -> Iterator[Place]:
 def needed_places(jaxpr: Any) -> list[Place]:
     """Every equation of a jaxpr with a needed result, also inside loops and functions.
 
-    XLA leaves out the others. Of a loop of several iterations it has all that the next iteration needs.
+    XLA leaves out the others. Of a loop of several iterations it has all that the next iteration needs. Of a conditional's
+    branches the one with the most FLOPs counts, as in `executed`.
     """
     return _needed(jaxpr, [True] * len(jaxpr.outvars), _WHOLE)[0]
 
@@ -234,8 +235,10 @@ def _needed_inside(place: Place, outputs: list[bool]) -> tuple[list[Place], list
         return _needed_in_loop(place, outputs)
     if len(bodies) == 1 and is_call(eqn, bodies[0]):
         return _needed(bodies[0], outputs, place.inside)
-    is_branch = eqn.primitive.name == "cond"
-    inside = [_needed(body, outputs if is_branch else [True] * len(body.outvars), place.inside)[0] for body in bodies]
+    if eqn.primitive.name == "cond":
+        branch = max(eqn.params["branches"], key=lambda branch: count_step_flops(branch).total)
+        return _needed(branch.jaxpr, outputs, place.inside)[0], [True] * len(eqn.invars)
+    inside = [_needed(body, [True] * len(body.outvars), place.inside)[0] for body in bodies]
     return [part for found in inside for part in found], [True] * len(eqn.invars)
 
 

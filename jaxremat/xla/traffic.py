@@ -40,6 +40,8 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
     operands = [(sum(s.num_bytes for s in shapes), _space(shapes)) for shapes in outside]
     opcode = instruction.opcode.removesuffix("-start")
     results = [(s.num_bytes, s.memory_space) for s in _results(computation, instruction)]
+    if instruction.runs_on_host:
+        return Traffic(host=sum(num_bytes for num_bytes, _ in (*operands, *results)))
     if opcode == "dynamic-update-slice":
         update = operands[1][0]
         return _sum_traffic(module, operands[1:], [(update, operands[0][1])])

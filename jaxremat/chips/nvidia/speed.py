@@ -26,7 +26,8 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
     training, which XLA's text doesn't have.
     """
     has_tf32, clock_ghz = gpu.compute_capability >= TENSOR_FLOAT, gpu.sustained_clock_ghz
-    in_float32 = clock_ghz and 2 * gpu.core_count * gpu.fpus_per_core * clock_ghz * 1e9
+    plain = 2 * gpu.core_count * gpu.fpus_per_core * 1e9  # for each GHz
+    in_float32 = clock_ghz and plain * clock_ghz
     bf16 = gpu.peak_bf16_flops if has_tf32 else in_float32
     if bf16 is None or gpu.host_link_bandwidth is None:
         return None
@@ -42,6 +43,7 @@ def speed_of(gpu: GpuDescription, mesh: MeshShape | None = None) -> DeviceSpeed 
         bf16_flops=bf16,
         f32_flops=bf16 / 2 if has_tf32 else bf16,  # TF32 is XLA's default for float32 matmuls
         f16_flops=gpu.peak_f16_flops or bf16,
+        plain_f32_flops=plain * gpu.clock_rate_ghz if has_tf32 else None,
         bandwidth_bytes_per_s=gpu.memory_bandwidth,
         host_link_bytes_per_s=gpu.host_link_bandwidth,
         clocks_per_s=gpu.core_count * gpu.clock_rate_ghz * 1e9,

@@ -82,6 +82,11 @@ VARIABLES: tuple[tuple[str, Callable[[str, Facts], Any], State, str], ...] = (
      "problem", "libraries that mix dtypes, Flax and Optax among them, fail"),
     ("JAX_DEFAULT_MATMUL_PRECISION", lambda value, facts: value.lower() not in ("", "default"),
      "note", "matmuls run in another precision: bytes and times are of that program"),
+    ("JAX_ENABLE_X64", _on, "note", "numbers without a dtype have 64 bits: bytes and losses are of that program"),
+    ("JAX_DEFAULT_PRNG_IMPL", lambda value, facts: value.lower() not in ("", "threefry2x32"),
+     "note", "random numbers, and the bytes of dropout, are of another generator"),
+    ("JAX_THREEFRY_PARTITIONABLE", lambda value, facts: value != "" and not _on(value, facts),
+     "note", "random numbers are others, and on a mesh they are made on each device"),
     ("JAX_DEBUG_NANS", _on, "note", "every step is checked for NaN: measured times are longer"),
     # CUDA C++ Programming Guide, "Asynchronous Concurrent Execution"
     ("CUDA_LAUNCH_BLOCKING", _on_with_gpu, "note", "kernels wait for one another: measured times are longer"),
