@@ -107,7 +107,7 @@ def test_checkpoints_around_layers_in_a_scan_stay():
 
     own, nothing, none = (temp(of_examples, policy) for policy in ("own", "nothing", "none"))
     assert nothing < 1.2 * own < none / 1.5
-    assert temp(of_all, "everything") > 2 * temp(of_all, "own")
+    assert temp(of_all, "everything") > 1.2 * temp(of_all, "own")
 
 
 def test_layers_that_are_unrolled_are_not_stacked():
