@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
 from jaxremat.config import TrainConfig
-from jaxremat.errors import UnknownPolicyError, UsageError
+from jaxremat.errors import UnknownNameError, UnknownPolicyError, UsageError
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.layout import unstack_layers
 from jaxremat.policy.spec import Every, OneIn, Rule
@@ -141,6 +142,23 @@ def test_a_workload_of_wrong_fields_names_them(fields: dict[str, Any], named: st
     with pytest.raises(UsageError) as caught:
         Workload(**given | fields)
     assert named in caught.value.got
+
+
+def test_a_name_that_the_forward_rule_does_not_write_is_unknown():
+    """The function itself isn't what runs where it is differentiated."""
+
+    @jax.custom_vjp
+    def half(x: jax.Array) -> jax.Array:
+        return checkpoint_name(x / 2, "primal")
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return checkpoint_name(x / 2, "forward"), None
+
+    half.defvjp(forward, lambda _, cotangent: (cotangent / 2,))
+    layer = lambda x: jnp.tanh(half(x))  # noqa: E731
+    assert jaxremat.remat(layer, "save:forward")(X).shape == X.shape
+    with pytest.raises(UnknownNameError):
+        jaxremat.remat(layer, "save:primal")(X)
 
 
 def test_static_arguments_may_be_counted_from_the_end():

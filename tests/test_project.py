@@ -9,7 +9,7 @@ from jaxremat.cli.explain import ExplainFlags
 from jaxremat.cli.project import project_words
 from jaxremat.cli.watch import WatchFlags
 from jaxremat.errors import UsageError
-from jaxremat.session.flags import RunFlags
+from jaxremat.session.flags import RunFlags, SweepFlags
 
 DEFAULTS = """
 [tool.jaxremat]
@@ -50,6 +50,13 @@ def test_a_typed_flag_with_underscores_wins(project: Path):
 
 def test_another_source_of_the_model_wins(project: Path):
     assert "--model" not in project_words(RunFlags, ["--hf", "config.json"], "run", [*COMMANDS])
+
+
+def test_a_task_of_an_array_job_submits_no_job(project: Path):
+    with (project / "pyproject.toml").open("a") as file:
+        file.write('[tool.jaxremat.sweep]\nsubmit = "logs"\n')
+    assert parse_flags(SweepFlags, ["--out", "r.jsonl"], "sweep").submit == Path("logs")
+    assert parse_flags(SweepFlags, ["--out", "r.jsonl", "--shard", "1/2"], "sweep").submit is None
 
 
 def test_the_nearest_file_above_counts(project: Path):

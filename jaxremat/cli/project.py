@@ -22,6 +22,8 @@ from jaxremat.system.files import parse_toml
 _FILE, _TABLE = "pyproject.toml", "tool.jaxremat"
 #: Flags of which a command takes one.
 _ONE_OF = ("model", "hf", "maxtext")
+#: By a typed flag, the default that it stands in for: a task of an array job submits no job.
+_IN_PLACE_OF = {"shard": "submit"}
 
 
 def project_words(
@@ -55,6 +57,7 @@ def project_words(
         raise _unknown(path, f"{unknown} in [{_TABLE}]", unknown, [*flags])
     typed = {flag.field for flag in flags.values() if _is_typed(flag, argv)}
     typed |= {*_ONE_OF} if typed & {*_ONE_OF} else set()
+    typed |= {other for flag, other in _IN_PLACE_OF.items() if flag in typed}
     return [
         word
         for key, value in defaults.items()

@@ -100,18 +100,20 @@ def _walk(jaxpr: Any) -> Iterator[NamedValue]:
 
 
 def all_written_names(eqns: Iterable[Any], rules: bool = True) -> Iterator[str]:
-    """The checkpoint names that equations write, in inner jaxprs and in forward rules too.
+    """The checkpoint names that equations write, in inner jaxprs too.
 
-    A forward rule may call its own function, which isn't differentiated there. Rules inside a shard_map aren't read, as its axes
-    only exist while it runs.
+    Of a function of `jax.custom_vjp` they are those of its forward rule, which runs in its place where it is differentiated. The
+    rule may call the function, which isn't differentiated there. Rules inside a shard_map aren't read, as its axes only exist
+    while it runs.
     """
     for eqn in eqns:
         if name := written_name(eqn):
             yield name
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from all_written_names(inner.eqns, rules and eqn.primitive.name != "shard_map")
         if rules and (rule := forward_rule(eqn)):
             yield from all_written_names(rule.eqns, rules=False)
+            continue
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from all_written_names(inner.eqns, rules and eqn.primitive.name != "shard_map")
 
 
 @dataclass(frozen=True)
