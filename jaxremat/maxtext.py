@@ -29,9 +29,11 @@ from jaxremat.workload.workload import Workload
 
 #: With these, a compile needs no cloud and no data. The text may say otherwise.
 _DEFAULTS = ("run_name=jaxremat", "dataset_type=synthetic", "enable_checkpointing=false", "log_config=false")
+#: Switches of a step that is made otherwise than here.
+_REJECTED = ("enable_diloco", "compile_xla_flags")
 #: Switches with which the train step is more than a loss and an optimizer. It is then compiled as a whole.
 _WHOLE_STEP = (
-    *("enable_diloco", "optimizer_memory_host_offload", "parameter_memory_host_offload", "shard_optimizer_over_data"),
+    *("optimizer_memory_host_offload", "parameter_memory_host_offload", "shard_optimizer_over_data"),
     *("weight_sparsity_n", "use_qk_clip", "skip_step_on_spikes", "routed_bias_update_rate"),
 )
 
@@ -52,6 +54,13 @@ def workload(text: str = "", batch: int = 1, devices: Sequence[Any] | None = Non
     words = workload_words(text, seq_len)
     devices = tuple(devices or jax.devices()[:1])
     config, (mesh, state, places) = _config(words, batch, devices), _state(words, devices)
+    if rejected := next((name for name in _REJECTED if getattr(config, name, None)), None):
+        raise UsageError(
+            f"MaxText's {rejected} is {getattr(config, rejected)!r}",
+            allowed="a step whose optimizer is MaxText's own, and flags of XLA by XLA_FLAGS or --xla-preset",
+            cause="MaxText's ahead-of-time compile makes another step of it, which isn't made here",
+            next_step=f"leave {rejected} out",
+        )
     num_tokens = config.global_batch_size_to_train_on * config.max_target_length
     about: Any = {"name": f"MaxText {config.model_name}", "mesh": mesh, "num_tokens": num_tokens}
     params = state.params if hasattr(state, "params") else state.model

@@ -141,3 +141,15 @@ def test_a_thread_writes_four_elements_of_a_slice(h100, tmp_path):
     assert {name for name, about in of_profiles.items() if about["elements_per_thread"] == 1} == {
         name for name, about in of_profiles.items() if "2024" in str(about["recorded"])
     }
+
+
+def test_a_generation_without_tables_is_like_the_one_it_follows():
+    """A B300 has the matmuls of a B200, and no more: its steps aren't half as long for want of a table."""
+    b200, b300 = (speed_of(load_gpu(name)[1], MeshShape(fsdp=8)) for name in ("b200", "b300"))
+    assert b200 is not None
+    assert b200.tables is not None
+    assert b300 is not None
+    assert b300.tables is not None
+    assert b300.tables.peak_flops == b200.tables.peak_flops
+    assert [grid.rates for grid in b300.tables.matmuls.values()] == [grid.rates for grid in b200.tables.matmuls.values()]
+    assert (b300.training_share, b300.beside_collective) == (b200.training_share, b200.beside_collective) != (1.0, 1.0)

@@ -118,6 +118,7 @@ CASES = {
     ),
     "olmo2": Case("olmo2", {}),
     "mixtral": Case("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
+    "mixtral-gelu": Case("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, hidden_act="gelu")),
     "mixtral-yarn": Case("mixtral", rope(YARN, num_local_experts=3, num_experts_per_tok=1)),
     "qwen3_moe": Case(
         "qwen3_moe", dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, head_dim=16, attention_bias=True)
@@ -148,6 +149,7 @@ LOGITS: dict[str, tuple[dict[str, Any], ...]] = {
     "phi3-longrope-long": ({"rope_scaling": ""},),
     "olmo2-biases": ({"rope_scaling": ""},),
     "mixtral": ({"experts_per_token": 1}, {"normalize_routing": False}, {"sliding_window": 0}),
+    "mixtral-gelu": ({"exact_gelu": False},),
 }
 
 

@@ -108,11 +108,31 @@ def test_keys_that_change_nothing_are_ignored(family, given):
     assert hf_config(given(**dict.fromkeys(INERT, 7) | {"model_type": family}), dropout=0.0) == plain
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model_type": "qwen3_moe", "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+        {"model_type": "phi3", "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
+        {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+        {"model_type": "llama", "max_sequence_length": 2048, "unsloth_fixed": True, "architectures": ["LlamaForCausalLM"]},
+        {"model_type": "gpt2", "n_special": 0, "predict_special_tokens": True, "architectures": ["GPT2LMHeadModel"]},
+    ],
+)
+def test_keys_of_published_files_that_change_nothing_at_their_values(keys, given):
+    """Of Qwen3-Coder-30B-A3B, Phi-4-mini, SmolLM2, mirrors of LLaMA and gpt2-medium."""
+    plain = given(model_type=keys["model_type"])
+    assert hf_config(given(**keys), dropout=0.0) == hf_config(plain, dropout=0.0)
+
+
 #: What a file has, what the error names, and what is allowed.
 REJECTED = [
     ({}, ["model_type"], ", ".join(FAMILIES)),
     ({"model_type": "gemma3"}, ["model_type 'gemma3'"], ", ".join(FAMILIES)),
     ({"model_type": "llama", "alibi": True}, ["llama", "alibi"], ""),
+    ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, ["SequenceClassification"], "CausalLM"),
+    ({"model_type": "mistral", "architectures": ["MistralModel"]}, ["MistralModel"], "CausalLM"),
+    ({"model_type": "llama", "use_qk_norm": True}, ["use_qk_norm True"], "null"),
+    ({"model_type": "llama", "rope_interleaved": True}, ["rope_interleaved True"], "false"),
     ({"model_type": "qwen3", "num_experts": 8, "router": 1, "use_cache": True}, ["num_experts, router"], ""),
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, ["router_jitter_noise 0.1"], "0.0"),
     ({"model_type": "mixtral", "num_local_experts": 1}, ["num_local_experts 1"], "2"),
@@ -181,7 +201,7 @@ def test_what_cannot_be_computed_is_rejected_by_name(keys, got, allowed, given):
 @pytest.mark.parametrize(
     ("keys", "next_step"),
     [
-        ({"model_type": "gemma3"}, "'gemma' or 'gemma2'"),
+        ({"model_type": "gemma3"}, "--model FILE.py:ATTR"),  # another architecture, and no typing mistake
         ({"model_type": "llama", "num_layers": 2}, "'num_hidden_layers'"),
         ({"model_type": "gpt2"}, "--dropout 0.1"),
         ({"model_type": "llama", "attention_dropout": 0.2}, "--dropout 0"),

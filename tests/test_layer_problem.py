@@ -346,3 +346,15 @@ def test_dead_work_constants_and_integers():
     assert "exp" not in {op.name for op in problem.ops}
     assert "constant" in {problem.values[n].name for n in problem.inputs}
     assert not [value for value in problem.values if value.saveable and value.name not in keep]
+
+
+def test_float32_of_the_highest_precision_is_priced_without_tf32():
+    """As in a compiled program, whose kernels are of the type `f32 highest`."""
+    speed = replace(SPEED, plain_f32_flops=SPEED.f32_flops / 8, bandwidth_bytes_per_s=1e15)
+    args = struct(512, 512), struct(512, 512)
+
+    def recompute_s(precision: str | None) -> float:
+        problem, _ = layer_problem(autoname(lambda a, b: jnp.dot(a, b, precision=precision)), args, speed)
+        return sum(op.recompute_s for op in problem.ops)
+
+    assert recompute_s("highest") == pytest.approx(8 * recompute_s(None), rel=0.05)

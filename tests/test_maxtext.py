@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -52,6 +53,15 @@ def test_words_begin_with_a_file():
 def test_other_words_are_one_error(text):
     with pytest.raises(UsageError):
         config_words(text)
+
+
+@pytest.mark.parametrize("config", [{"enable_diloco": True}, {"compile_xla_flags": "--xla_tpu_x=1"}], ids=str)
+def test_a_step_that_maxtext_makes_otherwise_is_rejected(monkeypatch, config):
+    monkeypatch.setattr(maxtext, "_config", lambda *_: SimpleNamespace(**config))
+    monkeypatch.setattr(maxtext, "_state", lambda *_: (None, SimpleNamespace(params={}), {}))
+    with pytest.raises(UsageError) as caught:
+        maxtext.workload("model_name=x")
+    assert next(iter(config)) in caught.value.got
 
 
 def test_the_batch_of_the_words():

@@ -130,7 +130,10 @@ def test_meshes_count_what_the_workload_counts():
 
 @pytest.mark.parametrize("by_cost", [False, True])
 def test_gpus_of_two_kinds_are_told_apart_by_their_interval(by_cost):
-    """The same speed on 8 GPUs of a kind costs the same there, as they have one price."""
+    """The best may take 14 % longer than predicted, and the other 10 % less: together 27 %.
+
+    The same speed on 8 GPUs of a kind costs the same there, as they have one price.
+    """
 
     def row(target: str, tokens_per_s: float):
         known: dict[str, Any] = dict(
@@ -138,7 +141,7 @@ def test_gpus_of_two_kinds_are_told_apart_by_their_interval(by_cost):
         )
         return recommendation("m", target, 8, {"auto": [step("dots", 8, **known, **PAIRED)]}, 1.0)
 
-    rows = [row("a", 1000.0), row("a", 960.0), row("a", 940.0), row("b", 890.0), row("b", 870.0)]
+    rows = [row("a", 1000.0), row("a", 960.0), row("a", 940.0), row("b", 800.0), row("b", 780.0)]
     table = recommend_table(rows, "t", by_cost=by_cost, width=200)
     marked = [rate.startswith(TIED) for rate in cells(table, "cost" if by_cost else "tokens/s\nof all")]
     assert marked == [True, True, False, True, False]

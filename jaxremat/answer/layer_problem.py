@@ -15,6 +15,7 @@ A layer that computes `checkpoint_name(x @ w, "h")` gives a problem with the val
 be saved as `save:h`.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
 #: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
+#: How an equation of a jaxpr says that float32 is multiplied without TF32.
+_HIGHEST = re.compile("HIGHEST|F32_F32_F32")
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
 #: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too. Those sharding
 #: constraints that are left are gathers.
@@ -425,8 +428,12 @@ def _is_of_rows(equation: Equation) -> bool:
 
 
 def _dtype(equation: Equation) -> str:
-    """The type of the first operand but for masks, as XLA calls it: it decides the peak rate."""
+    """The type of the first operand but for masks, as XLA calls it: it decides the peak rate.
+
+    It is `f32 highest` for float32 without TF32, as in a compiled program.
+    """
     dtypes = [var.aval.dtype for var in equation.eqn.invars]
     if equation.kind == FUSED_ATTENTION:
         dtypes = [dtype for dtype in dtypes if dtype.kind not in "iub"]
-    return str(next(iter(dtypes), "float32")).replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+    name = str(next(iter(dtypes), "float32")).replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
+    return "f32 highest" if name == "f32" and _HIGHEST.search(str(equation.eqn.params.get("precision"))) else name

@@ -130,6 +130,7 @@ def _slower(speed: DeviceSpeed, times: int) -> DeviceSpeed:
         bf16_flops=speed.bf16_flops / slower,
         f32_flops=speed.f32_flops / slower,
         f16_flops=speed.f16_flops and speed.f16_flops / slower,
+        plain_f32_flops=speed.plain_f32_flops and speed.plain_f32_flops / slower,
         bandwidth_bytes_per_s=speed.bandwidth_bytes_per_s / slower,
         host_link_bytes_per_s=speed.host_link_bytes_per_s / times,
         clocks_per_s=speed.clocks_per_s / slower,

@@ -35,9 +35,11 @@ Shares = tuple[tuple[KernelClass, float], ...]
 #: How much longer real steps on several GPUs take than predicted, as shares of the predicted time: the least and the most over
 #: published steps. `python -m experiments.published` compares them.
 SEVERAL_GPUS = (-0.09, 0.15)
+#: The GPUs that those steps ran on.
+COMPARED_GPUS = "H100s and A100s"
 #: How far two predicted steps of one model on GPUs of one kind may be off beside each other, as a share: the largest difference
-#: of measured over predicted times, rounded up. Of the steps in `experiments.published`, it is 9.1 % between policies of gpt2 at
-#: two batches on an H100, 8.5 % at one (5.0 % if the steps are predicted from the programs that ran), 4.0 % between those of
+#: of measured over predicted times, rounded up. Of the steps in `experiments.published`, it is 10 % between policies of gpt2 at
+#: two batches on an H100, 9.1 % at one (4.3 % if the steps are predicted from the programs that ran), 4.0 % between those of
 #: llama3.2-1b on an H200, and 3.8 % between meshes and numbers of H100s.
 PAIRED_ERROR = 0.10
 

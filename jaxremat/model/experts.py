@@ -105,13 +105,19 @@ def router_loss(config: ModelConfig, use_2E: jax.Array) -> jax.Array:
     return config.num_experts * jnp.sum(share_E * probability_E)
 
 
+def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    """The activation inside an MLP."""
+    if config.mlp == "swiglu":
+        return nn.silu
+    return functools.partial(nn.gelu, approximate=False) if config.exact_gelu else nn.gelu
+
+
 def _hidden(config: ModelConfig, product: Callable[[jax.Array], jax.Array], wi_EDF: Sequence[jax.Array]) -> jax.Array:
     """The values inside the experts' MLPs.
 
     `product` multiplies the tokens by one of the kernels.
     """
-    activation = nn.silu if config.mlp == "swiglu" else nn.gelu
-    h = activation(checkpoint_name(product(wi_EDF[0]), maxtext.MLPWI_0))
+    h = activation(config)(checkpoint_name(product(wi_EDF[0]), maxtext.MLPWI_0))
     return h * checkpoint_name(product(wi_EDF[1]), maxtext.MLPWI_1) if len(wi_EDF) > 1 else h
 
 

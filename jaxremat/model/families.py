@@ -166,7 +166,12 @@ FAMILIES = {
         windows="all",
     ),
     "qwen2": Family(_QWEN, _ROPE | dict(qkv_bias=True), windows="last"),
-    "qwen3": Family(_QWEN | dict(head_dim=128, attention_bias=False), _ROPE | dict(qk_norm=True), windows="last"),
+    "qwen3": Family(
+        _QWEN | dict(head_dim=128, attention_bias=False),
+        _ROPE | dict(qk_norm=True),
+        {"use_qk_norm": (True,)},
+        windows="last",
+    ),
     "gemma": Family(_GEMMA, _ROPE_1P, {"hidden_activation": _TANH}, gelu_is_tanh=True),
     "gemma2": Family(
         _GEMMA2,
@@ -191,7 +196,7 @@ FAMILIES = {
     "qwen3_moe": Family(
         _QWEN3_MOE,
         _ROPE | dict(qk_norm=True),
-        {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None), "use_qk_norm": (True,)},
         windows="all",
         renamed={"num_local_experts": "num_experts"},
         unread=frozenset({"intermediate_size", "max_window_layers"}),
@@ -216,6 +221,13 @@ ONLY: dict[str, tuple[Any, ...]] = dict(
     tie_encoder_decoder=(False,),
     pruned_heads=({}, None),
     quantization_config=(None,),
+    rope_interleaved=(False,),
+    qkv_bias=(False,),
+    lm_head_bias=(False,),
+    use_qk_norm=(None,),
+    shared_expert_intermediate_size=(0, None),
+    full_attn_mod=(1,),
+    interpolate_factor=(1,),
 )
 #: Keys that change nothing of what a training step computes, saves or takes. Transformers doesn't read `n_ctx` of GPT-2 and
 #: `sliding_window_size` of Gemma 2, which published files have beside `n_positions` and `sliding_window`.
@@ -229,6 +241,8 @@ INERT = frozenset(
     n_ctx sliding_window_size summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    is_llama_config transformers.js_config unsloth_fixed unsloth_version _num_labels n_special predict_special_tokens
+    max_sequence_length
     output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """.split()  # noqa: SIM905

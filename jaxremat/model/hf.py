@@ -129,9 +129,10 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
         raise UsageError(
             f"{file} has model_type {name!r}" if "model_type" in found else f"{file} has no model_type",
             allowed=", ".join(FAMILIES),
-            next_step=nearest(str(name), FAMILIES) or "give the model as code of your own: --model FILE.py:ATTR",
+            next_step="give the model as code of your own: --model FILE.py:ATTR",
         )
     family = FAMILIES[name]
+    _check_head(file, found)
     _check_keys(file, name, found)
     try:
         found = _with_family_keys(family, found)
@@ -184,6 +185,21 @@ def _json(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"--hf {str(file)!r} holds JSON, and not an object with keys", next_step=_AS_PUBLISHED)
     return found
+
+
+def _check_head(file: Path, found: dict[str, Any]) -> None:
+    """Raises UsageError for a model whose head isn't that of the next token.
+
+    It may be one of classes or of a reward, or there is none.
+    """
+    heads = found.get("architectures") or []
+    if isinstance(heads, list) and heads and not any(str(one).endswith(("ForCausalLM", "LMHeadModel")) for one in heads):
+        raise UsageError(
+            f"{file} has architectures {json.dumps(heads)}",
+            allowed="a model of the next token, such as LlamaForCausalLM",
+            cause="it has another output head, with other parameters and another loss",
+            next_step="give the model as code of your own: --model FILE.py:ATTR",
+        )
 
 
 def _check_keys(file: Path, name: str, found: dict[str, Any]) -> None:

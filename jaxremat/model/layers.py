@@ -6,8 +6,6 @@ The end of a variable's name gives its shape. For example, `q_BTNH` has the shap
 The letters are: B batch, T sequence, D embed_dim, N query heads, K key/value heads, H head_dim, F mlp_dim, V vocab_size.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -21,7 +19,7 @@ from jaxremat.config import ModelConfig
 from jaxremat.config.rope import parse_rope_scaling
 from jaxremat.mesh.sharding import on_mesh
 from jaxremat.model.attention import attend_fused, traced_attention, xla_attention
-from jaxremat.model.experts import Experts
+from jaxremat.model.experts import Experts, activation
 from jaxremat.model.linear import linear
 from jaxremat.policy import maxtext
 
@@ -183,13 +181,6 @@ class SelfAttention(nn.Module):
             context_BTNH = checkpoint_name(context_BTNH, maxtext.CONTEXT)
         out_BTD = linear(c, c.embed_dim, "out", self.gathers, bias=c.use_bias or c.out_bias, axes=2)(context_BTNH)
         return checkpoint_name(on_mesh(out_BTD, *RESIDUAL), maxtext.OUT_PROJ)
-
-
-def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
-    """The activation inside the MLP."""
-    if config.mlp == "swiglu":
-        return nn.silu
-    return functools.partial(nn.gelu, approximate=False) if config.exact_gelu else nn.gelu
 
 
 class Mlp(nn.Module):

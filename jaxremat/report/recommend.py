@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from jaxremat.chips.catalog import chip_of
+from jaxremat.chips.speed import COMPARED_GPUS
 from jaxremat.report import policy_text
 from jaxremat.report.steps import TIED, short_number, steps_table
 from jaxremat.report.table import interval_text
@@ -64,11 +65,13 @@ def _tied(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[Recomm
 def _error(best: RecommendationRecord, row: RecommendationRecord) -> float:
     """By which share a row may be faster beside the best one.
 
-    Two kinds of GPUs have errors of their own.
+    Two kinds of devices have errors of their own: the best one may take the most time of its interval, and the row the least of
+    its own.
     """
     if best.target == row.target:
         return best.paired_error or 0.0
-    return max((high for _, high in filter(None, (best.predicted_interval, row.predicted_interval))), default=0.0)
+    (_, high), (low, _) = best.predicted_interval or (0.0, 0.0), row.predicted_interval or (0.0, 0.0)
+    return (1 + high) / (1 + low) - 1
 
 
 def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
@@ -127,9 +130,13 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
     rate, device = _unit(rows), _device(rows)
     said = [f"GiB and batch are those of one {device}; {rate}/s are those of all {device}s of a row, predicted."]
-    if intervals := {row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}:
-        took = " or ".join(sorted(map(interval_text, intervals)))
-        said.append(f"Published steps on several {device}s took {took} longer than predicted.")
+    shown = {row.target: row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}
+    if took := " or ".join(sorted({interval_text(of) for target, of in shown.items() if chip_of(target).is_gpu})):
+        said.append(
+            f"Published steps on several {COMPARED_GPUS} took {took} longer than predicted. No others were compared."
+        )
+    if others := [f"{target} {interval_text(of)}" for target, of in shown.items() if not chip_of(target).is_gpu]:
+        said.append(f"Steps may take longer than predicted: {', '.join(others)}.")
     if any(row.checkpointing for row in rows):
         share = f"Under {NONE_TEXT}: the share of the row's speed that is reached without checkpointing"
         said.append(f"{share}; or the GiB of the smallest such step where it doesn't fit, so that checkpointing is needed.")

@@ -17,6 +17,8 @@ from jaxremat.chips.tables import Direction, Grid, Tables
 FOLDER = Path(__file__).parent / "measured"
 #: By generation, the peak FLOP/s of the GPUs that were measured: an H100 SXM or H200, and a B200 or GB200.
 PEAKS = {"sm_90": {"bf16": 989.5e12, "f32": 494.7e12}, "sm_100": {"bf16": 2250e12, "f32": 1125e12}}
+#: By generation without tables, the one whose tables stand for it: a B300 has the multiprocessors of a B200.
+LIKE = {"sm_103": "sm_100"}
 #: By generation, the GPUs of the nodes whose collectives were measured.
 NODES = {"sm_90": "h100-80gb", "sm_100": "b200"}
 #: Seconds of a launch in the times of `matmul.csv`. With it, they agree with 61 bf16 matmuls that the profiler timed on an H200,
@@ -38,6 +40,7 @@ def load_tables(compute_capability: tuple[int, int]) -> Tables | None:
     None if there are none.
     """
     generation = "sm_{}{}".format(*compute_capability)
+    generation = LIKE.get(generation, generation)
     if generation not in PEAKS:
         return None
     matmuls: dict[str, dict[tuple[int, ...], float]] = defaultdict(dict)

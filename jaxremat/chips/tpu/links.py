@@ -1,12 +1,13 @@
 """The links of a slice of TPUs.
 
 A slice is a grid of chips, each of which is linked with its neighbours along every axis of the layout. An axis may be closed to
-a ring: one of a multiple of 4 chips in three dimensions, and one of 16 in two. XLA sends along all axes that a group of devices
-spans at once, and both ways around a ring. For example, 8 chips of v6e are `2x4`. A device has one link along each axis at the
-least, so an all-gather of 1e9 bytes over all 8 takes 4.4 ms at 100e9 bytes/s a link.
+a ring: one of 16 chips in two dimensions, and in three the axes of a slice of whole cubes of 4x4x4. XLA sends along all axes that
+a group of devices spans at once, and both ways around a ring. For example, 8 chips of v6e are `2x4`. A device has one link along
+each axis at the least, so an all-gather of 1e9 bytes over all 8 takes 4.4 ms at 100e9 bytes/s a link.
 
 References:
     https://jax-ml.github.io/scaling-book/tpus and /sharding, by Google DeepMind.
+    https://cloud.google.com/tpu/docs/v5p: slices smaller than a cube have no wrap-around links.
 """
 
 import math
@@ -41,7 +42,8 @@ class Torus(Links):
 
         They are those in a ring, or at the end of a line.
         """
-        is_ring = size == self.layout[axis] and size % (4 if len(self.layout) == 3 else 16) == 0
+        closes = all(along % 4 == 0 for along in self.layout) if len(self.layout) == 3 else size % 16 == 0
+        is_ring = size == self.layout[axis] and closes
         return 2 if is_ring else 1
 
     def _spans(self, group: Sequence[int]) -> list[tuple[int, int]]:
