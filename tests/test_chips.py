@@ -12,11 +12,14 @@ from jaxremat.chips import catalog
 from jaxremat.chips.catalog import ATTACHED, CHIPS, call_kind, chip_of, is_gpu, may_have_workspace
 from jaxremat.chips.chip import Chip, CompilerOptions, FusedAttention, MatmulSwitch
 from jaxremat.chips.cpu import CPU
+from jaxremat.chips.nvidia.gpu import load_gpu
+from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.target import in_pool, load_target
 from jaxremat.config import ModelConfig
 from jaxremat.errors import CompileError, MissingDependencyError, UsageError
-from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.model.attention import choose_attention
+from jaxremat.xla.collectives import Collective, collective_seconds
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.options import compiler_options, kernel_options, matmuls_of, other_matmuls, repeatable_options
 from jaxremat.xla.refusal import explained
@@ -163,3 +166,23 @@ def test_a_step_is_compiled_for_another_maker(abacus, monkeypatch):
     done = lower_and_compile(lambda x: x @ x, (matrix,), "abacus-one")
     assert (done.memory.argument_bytes, done.memory.output_bytes) == (64 * 64 * 4, 64 * 64 * 4)
     assert done.compiled is None
+
+
+@pytest.mark.parametrize(
+    ("target", "nodes"), [("h100-80gb", 8), ("gb200", 1), ("gb300", 1), ("v6e", 1), ("gpu", 8), ("cpu", 8)]
+)
+def test_how_many_devices_a_node_has_is_the_target_s(target: str, nodes: int):
+    """NVLink joins the GPUs of a rack of GB200, and 8 of an H100's node."""
+    mesh = parse_mesh("fsdp=64", devices_of_node=chip_of(target).devices_of_node(target))
+    assert mesh is not None
+    assert mesh.nodes == nodes
+
+
+def test_a_rack_is_quicker_than_nodes_of_eight():
+    gather = Collective("all-gather", 10**9, ())
+    of_rack, of_nodes = (speed_of(load_gpu("gb200")[1], MeshShape(fsdp=64, nodes=nodes)) for nodes in (1, 8))
+    assert of_rack is not None
+    assert of_rack.links is not None
+    assert of_nodes is not None
+    assert of_nodes.links is not None
+    assert collective_seconds(gather, of_rack.links) < 0.7 * collective_seconds(gather, of_nodes.links)

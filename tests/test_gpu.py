@@ -35,6 +35,7 @@ RATES = (
     "host_link_bandwidth",
     "node_link_bandwidth",
     "network_bandwidth",
+    "devices_of_node",
 )
 
 

@@ -116,7 +116,7 @@ def test_a_slice_without_such_a_layout(num_devices, requested):
 
 
 def test_a_slice_is_a_node():
-    mesh = parse_mesh("fsdp=16", devices_of_node=chip_of("v6e").devices_of_node, topology="4x4")
+    mesh = parse_mesh("fsdp=16", devices_of_node=chip_of("v6e").devices_of_node("v6e"), topology="4x4")
     assert mesh == MeshShape(fsdp=16, nodes=1, topology="4x4")
     assert mesh is not None
     assert axes_of_data(mesh.as_data()) == mesh

@@ -193,7 +193,6 @@ class Chip(ABC):
             except for the host's, and the code isn't.
         mem_fraction: the share of a device's memory that a step may take by default.
         has_topologies: whether the chips of a node lie in a layout of their own (`--topology`).
-        devices_of_node: devices of a node at most, unless `--nodes` says otherwise. None where one node has all of them.
     """
 
     platform: str
@@ -208,11 +207,17 @@ class Chip(ABC):
     device_spaces: Collection[int] | None = None
     mem_fraction: float = MEM_FRACTION
     has_topologies: bool = False
-    devices_of_node: int | None = DEVICES_OF_NODE
 
     @abstractmethod
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
         """What devices of a generation lack that the fused attention needs. Empty if nothing."""
+
+    def devices_of_node(self, name_or_path: str) -> int | None:
+        """How many devices a node has at most, unless `--nodes` says otherwise.
+
+        None where one node has all of them.
+        """
+        return DEVICES_OF_NODE
 
     def lacks_bf16(self, capability: tuple[int, int] | None) -> bool:
         """Whether devices of a generation have no matmuls of bfloat16."""

@@ -340,13 +340,14 @@ def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...])
 
 def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
     """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
-    chip = chip_of(target_name(flags.target, on_mesh=flags.on_mesh))
+    name = target_name(flags.target, on_mesh=flags.on_mesh)
+    chip = chip_of(name)
     parsed = functools.partial(
         parse_mesh,
         devices=flags.devices,
         nodes=flags.nodes,
         network_gbps=flags.network_gbps,
-        devices_of_node=chip.devices_of_node,
+        devices_of_node=chip.devices_of_node(name),
         topology=flags.topology,
     )
     reject(

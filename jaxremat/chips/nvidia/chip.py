@@ -58,6 +58,10 @@ class Nvidia(Chip):
     def passes_to_skip(self, capability: tuple[int, int] | None) -> tuple[str, ...]:
         return () if self.lacks_bf16(capability) else (PADDING,)
 
+    def devices_of_node(self, name_or_path: str) -> int | None:
+        default = super().devices_of_node(name_or_path)
+        return load_gpu(name_or_path)[1].devices_of_node or default if name_or_path in bundled_names() else default
+
     def missing(self, text: str, first_line: str, *, is_here: bool) -> JaxrematError | None:
         return refusal.missing(text, first_line, is_here=is_here)
 

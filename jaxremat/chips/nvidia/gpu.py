@@ -41,7 +41,8 @@ class GpuDescription:
     of float16 where that is another one. `sustained_clock_ghz` is the clock in training where that is known to be lower.
     Below compute capability 8.0 no time is predicted without it. `node_link_bandwidth` is what one GPU sends to others of
     its node, and `network_bandwidth` what it sends to other nodes, both in one direction. Only times on several GPUs need
-    them. `text` is XLA's text, if the description came from one.
+    them. `devices_of_node` is how many GPUs a node has at most where those aren't 8. `text` is XLA's text, if the
+    description came from one.
     """
 
     description: str
@@ -61,6 +62,7 @@ class GpuDescription:
     host_link_bandwidth: int | None = None
     node_link_bandwidth: int | None = None
     network_bandwidth: int | None = None
+    devices_of_node: int | None = None
     text: str = ""
 
     def to_text(self) -> str:

@@ -31,10 +31,12 @@ class Tpu(Chip):
     device_spaces = (0,)  # others are vector and scalar memory, and semaphores
     mem_fraction = 1.0
     has_topologies = True
-    devices_of_node = None
 
     def attention_obstacle(self, capability: tuple[int, int] | None) -> str:
         return ""
+
+    def devices_of_node(self, name_or_path: str) -> int | None:
+        return None
 
     def needed_bytes(self, text: str) -> int | None:
         return needed_bytes(text)
