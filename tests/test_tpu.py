@@ -96,12 +96,12 @@ def test_only_a_compiler_that_compares_bytes_says_them():
         ("v5p", 4, "2x2x1"),
         ("v5p", 32, "2x4x4"),
         ("v4", 1, "1x1x1"),
-        ("v4", 8, "2x2x1"),
+        ("v4", 4, "2x2x1"),
         ("tpu7x", 128, "4x4x4"),
     ],
 )
 def test_the_layout_of_a_slice(name, num_devices, expected):
-    """Devices are JAX's: two of a chip of v4 and tpu7x."""
+    """Devices are JAX's: two of a chip of tpu7x, and one of v4, whose two cores act as one."""
     assert layout_of(load_tpu(name), num_devices) == layout_of(load_tpu(name), num_devices, expected) == expected
 
 
@@ -287,7 +287,7 @@ def test_a_plan_for_a_tpu_has_one_loss_and_one_layout(libtpu):
 
 @pytest.mark.full
 def test_devices_as_jax_counts_them(libtpu):
-    """Two of a chip of v4, one of v5p; slice by slice, and as many as the mesh has."""
+    """Two of a chip of tpu7x, one of the others; slice by slice, and as many as the mesh has."""
     for target, mesh, num_slices in (
         ("v4", MeshShape(fsdp=8), 1),
         ("v5p", MeshShape(fsdp=4), 1),
@@ -300,6 +300,17 @@ def test_devices_as_jax_counts_them(libtpu):
         assert slices == sorted(slices)
         assert len({*slices}) == num_slices
     assert len({device.coords[0] for device in devices}) == 8
+
+
+@pytest.mark.full
+def test_a_chip_of_v4_is_one_device_with_all_of_its_memory(libtpu):
+    """An array of 20 GiB fits, as on the TPUs that people have. One of its two cores has 15.25 GiB."""
+    target = load_target("v4")
+    assert len(load_target("v4", MeshShape(fsdp=4)).devices) == 4
+    assert target.memory_bytes == int(30.75 * 2**30)
+    done = lower_and_compile(jnp.sum, (jax.ShapeDtypeStruct((2**20, 5 * 2**10), "float32"),), target)
+    assert not done.is_too_large
+    assert done.memory.argument_bytes >= 20 * 2**30
 
 
 def test_an_unknown_target_is_told_of_those_of_every_chip():

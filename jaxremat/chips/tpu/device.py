@@ -1,6 +1,6 @@
 """Describes a TPU, from a bundled data file, and chooses the layout of its chips.
 
-JAX counts devices, and a TPU has chips. A chip of v4 or tpu7x is two devices, and one of v5e, v5p or v6e is one. A slice is
+JAX counts devices, and a TPU has chips. A chip of tpu7x is two devices, and one of the others is one. A slice is
 the chips that links of their own connect: in two dimensions for v5e and v6e, and in three for the others. Its layout is
 `2x4`, say.
 
@@ -62,6 +62,7 @@ class TpuDescription:
         network_bandwidth: bytes/s that a device sends to other slices. None if unknown.
         host_link_bandwidth: bytes/s of one direction of the link to the host's memory. None if unknown.
         fitted: how fast kernels are. None if no published step says so, and then no time is predicted.
+        chip_config: libtpu's name of how a chip's cores act. None for its default.
     """
 
     name: str
@@ -76,6 +77,7 @@ class TpuDescription:
     network_bandwidth: int | None = None
     host_link_bandwidth: int | None = None
     fitted: Fitted | None = None
+    chip_config: str | None = None
     compute_capability: tuple[int, int] | None = None
 
     def to_text(self) -> str:

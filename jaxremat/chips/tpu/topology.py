@@ -39,6 +39,8 @@ def described_devices(tpu: TpuDescription, shape: MeshAxes) -> Sequence[Any]:
     of_slice = shape.num_devices // shape.nodes
     layout = layout_of(tpu, of_slice, shape.topology)
     more: dict[str, Any] = {"num_slices": shape.nodes} if shape.nodes > 1 else {}
+    if tpu.chip_config:
+        more["chip_config_name"] = tpu.chip_config
     if any(int(size) % chips for size, chips in zip(layout.split("x"), _HOST, strict=False)):
         more["chips_per_host_bounds"] = [1, 1, 1]
     for name, value in _ENVIRONMENT.items():
