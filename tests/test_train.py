@@ -624,6 +624,19 @@ def printed(num_steps: int, began: tuple[int, str], rows: list[StepMetrics], aft
     return "\n".join(re.sub(r"^\[ *[\d.]+ s\]", "[seconds]", line).rstrip() for line in lines)
 
 
+def test_an_evaluation_that_there_is_not_is_said(own, monkeypatch):
+    monkeypatch.setattr("jaxremat.cli.train.driver_here", lambda: False)
+    trials, policy, batch = trials_at(*own)
+    workload = replace(trials.workload_at(), eval_batches=None)
+    monkeypatch.setattr(type(trials), "workload_at", lambda self, batch=None: workload)
+
+    def lines(*flags: str) -> str:
+        return "\n".join(run_lines(check_train(parse_flags(TrainRunFlags, (*own, *flags))), trials, policy, batch, None))
+
+    assert "--eval-every without effect" in lines("--eval-every", "2")
+    assert "without effect" not in lines()
+
+
 def test_what_a_training_prints(own, monkeypatch, snapshot):
     """Its heading, a line now and then, its text, its record; and what a run prints that has nothing left to do."""
     monkeypatch.setattr("jaxremat.cli.train.driver_here", lambda: False)

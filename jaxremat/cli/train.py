@@ -24,7 +24,7 @@ from jaxremat.chips.catalog import ATTACHED, DEFAULT_DEVICELESS, driver_here
 from jaxremat.cli.command import keep_stdout_for_records, step_command
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.config import Objective, divisors
-from jaxremat.errors import DoesNotFitError, UsageError
+from jaxremat.errors import DoesNotFitError, UsageError, flag_of
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.session.distributed import Place, any_of_all, check_alike, check_processes, is_distributed, joined
@@ -359,6 +359,13 @@ def run_lines(
     yield f"batch     {batch}{groups}{given}"
     rate = "" if trials.optimizer == "own" else f", learning rate {trials.train.learning_rate:g}"
     yield f"steps     {flags.num_steps}{rate}"
+    defaults, workload = TrainRunFlags(), trials.workload_at()
+    changed = [name for name in ("eval_every", "eval_batches") if getattr(flags, name) not in (0, getattr(defaults, name))]
+    if changed and (workload.eval_batches is None or next(iter(workload.eval_batches()), None) is None):
+        why = (
+            "there are no eval_batches" if workload.eval_batches is None else "there are too few samples to hold a part out"
+        )
+        yield f"          {' and '.join(map(flag_of, changed))} without effect: {why}"
     yield (
         f"run       {folder.path}: checkpoints every {flags.checkpoint_every} steps"
         if folder

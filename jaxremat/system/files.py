@@ -214,9 +214,11 @@ def check_writable(flag: str, path: Path) -> None:
             if not os.access(place, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         else:
-            is_new = not os.path.exists(place)
-            if not is_new:
-                place.open("a").close()
+            is_new = False
+            try:
+                os.close(os.open(place, os.O_WRONLY | os.O_APPEND))
+            except FileNotFoundError:
+                is_new = True
             if is_new or flag != "--out":
                 try_in(place.parent)  # and not the file itself, which another command may begin to write
 

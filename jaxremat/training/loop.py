@@ -265,11 +265,11 @@ class Training:
         None if there are none.
         """
         workload, mesh = self.workload, self.target.mesh
-        if not self.schedule.eval_every:
-            return None
-        if workload.eval_batches is None or next(iter(workload.eval_batches()), None) is None:
-            why = "has no eval_batches" if workload.eval_batches is None else "has too few samples to hold a part out"
-            self.listener.note(f"--eval-every has no effect: {workload.name} {why}")
+        if (
+            not self.schedule.eval_every
+            or workload.eval_batches is None
+            or next(iter(workload.eval_batches()), None) is None
+        ):
             return None
         loss = workload.eval_loss or workload.loss
         assert loss is not None
