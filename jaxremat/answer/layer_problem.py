@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
-from jaxremat.chips.speed import DeviceSpeed, KernelClass
+from jaxremat.chips.speed import F32_HIGHEST, DeviceSpeed, KernelClass
 from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
@@ -36,9 +36,9 @@ from jaxremat.policy.tree import combine, is_array, is_float, partition, partiti
 from jaxremat.xla.flops import equation_flops, requested_attention
 from jaxremat.xla.kernels import matmul_class
 
-#: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 #: How an equation of a jaxpr says that float32 is multiplied without TF32.
 _HIGHEST = re.compile("HIGHEST|F32_F32_F32")
+#: Operations for which XLA makes no kernel of their own, and for which no other kernel writes memory.
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "name", "stop_gradient", "copy"})
 #: Operations that XLA doesn't fuse with their neighbours. Matmuls, attention and convolutions belong to them too. Those sharding
 #: constraints that are left are gathers.
@@ -436,4 +436,4 @@ def _dtype(equation: Equation) -> str:
     if equation.kind == FUSED_ATTENTION:
         dtypes = [dtype for dtype in dtypes if dtype.kind not in "iub"]
     name = str(next(iter(dtypes), "float32")).replace("bfloat", "bf").replace("float", "f").replace("complex", "c")
-    return "f32 highest" if name == "f32" and _HIGHEST.search(str(equation.eqn.params.get("precision"))) else name
+    return F32_HIGHEST if name == "f32" and _HIGHEST.search(str(equation.eqn.params.get("precision"))) else name

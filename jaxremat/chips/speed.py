@@ -32,6 +32,8 @@ KernelClass = Literal[
 CLASSES: tuple[KernelClass, ...] = get_args(KernelClass)
 #: By class of kernels, the share of a peak that they reach. A tuple of pairs, which can be hashed.
 Shares = tuple[tuple[KernelClass, float], ...]
+#: What the type of a matmul is called here that multiplies float32 without TF32.
+F32_HIGHEST = "f32 highest"
 #: How much longer real steps on several GPUs take than predicted, as shares of the predicted time: the least and the most over
 #: published steps. `python -m experiments.published` compares them.
 SEVERAL_GPUS = (-0.09, 0.15)
@@ -198,7 +200,7 @@ class DeviceSpeed:
 
         `f32 highest` is float32 without TF32.
         """
-        if dtype == "f32 highest":
+        if dtype == F32_HIGHEST:
             return self.plain_f32_flops or self.f32_flops
         if dtype in ("f32", "f64", "c64", "c128"):
             return self.f32_flops

@@ -361,7 +361,7 @@ def run_lines(
     yield f"steps     {flags.num_steps}{rate}"
     defaults, workload = TrainRunFlags(), trials.workload_at()
     changed = [name for name in ("eval_every", "eval_batches") if getattr(flags, name) not in (0, getattr(defaults, name))]
-    if changed and (workload.eval_batches is None or next(iter(workload.eval_batches()), None) is None):
+    if changed and not workload.has_evaluation:
         why = (
             "there are no eval_batches" if workload.eval_batches is None else "there are too few samples to hold a part out"
         )

@@ -265,11 +265,7 @@ class Training:
         None if there are none.
         """
         workload, mesh = self.workload, self.target.mesh
-        if (
-            not self.schedule.eval_every
-            or workload.eval_batches is None
-            or next(iter(workload.eval_batches()), None) is None
-        ):
+        if not self.schedule.eval_every or not workload.has_evaluation:
             return None
         loss = workload.eval_loss or workload.loss
         assert loss is not None

@@ -17,8 +17,8 @@ Pair = tuple[float | None, float | None]
 IntPair = tuple[int | None, int | None]
 #: The records that are compared.
 Compared = TrialRecord | ExplainRecord | LargestBatchRecord | FailureRecord
-#: By kind of record, what makes its request beside the kind, the model, the policy and the target.
 _STEP = "batch mesh accumulate num_devices seq_len loss layout optimizer grad_dtype attention xla_preset"
+#: By kind of record, what makes its request beside the kind, the model, the policy and the target.
 _FIELDS = {
     TrialRecord: _STEP,
     ExplainRecord: _STEP,

@@ -178,10 +178,9 @@ def load_factory(
         return Factory(source.name, False, None, {}, found)
     arguments |= {name: value for name, value in keywords.items() if name not in options}
     batch = _check_arguments(signature, arguments, source)
-    default = batch.default if batch and type(batch.default) is int else None
     options = {name: keywords.get(name, value) for name, value in options.items()}
     takes_devices = "devices" not in arguments and takes_devices_of(signature)
-    return Factory(source.name, batch is not None, default, arguments, found, options, devices if takes_devices else None)
+    return _of_function(source.name, found, batch, arguments, options, devices if takes_devices else None)
 
 
 def called(function: Any, name: str, devices: Callable[[], Sequence[Any]]) -> Factory:
@@ -206,11 +205,21 @@ def called(function: Any, name: str, devices: Callable[[], Sequence[Any]]) -> Fa
             next_step=how,
         )
     signature = inspect.signature(function)
-    batch = signature.parameters.get("batch")
+    batch, options = signature.parameters.get("batch"), _options(signature, {})
+    return _of_function(name, function, batch, {}, options, devices if takes_devices_of(signature) else None)
+
+
+def _of_function(
+    name: str,
+    function: Any,
+    batch: inspect.Parameter | None,
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any],
+    devices: Callable[[], Sequence[Any]] | None,
+) -> Factory:
+    """The factory of a function, whose keyword `batch` is free unless it is None."""
     default = batch.default if batch and type(batch.default) is int else None
-    takes_devices = takes_devices_of(signature)
-    options = _options(signature, {})
-    return Factory(name, batch is not None, default, {}, function, options, devices if takes_devices else None)
+    return Factory(name, batch is not None, default, arguments, function, options, devices)
 
 
 def takes_devices_of(signature: inspect.Signature) -> bool:

@@ -304,6 +304,11 @@ class Workload:
         return tuple(dict.fromkeys(str(leaf.dtype) for leaf in jax.tree.leaves(self.trained_params)))
 
     @property
+    def has_evaluation(self) -> bool:
+        """Whether there is a batch to evaluate. A text may be too short to hold one out."""
+        return self.eval_batches is not None and next(iter(self.eval_batches()), None) is not None
+
+    @property
     def takes_key(self) -> bool:
         """Whether the loss takes a random key as its third argument."""
         return self.loss is not None and _num_arguments(self.loss) == 3

@@ -183,8 +183,7 @@ def executed(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
             if i.opcode == "conditional":
                 waiting.append((module.computations[max(i.called, key=lambda name: count(name).total)], times))
             elif i.opcode in ("fusion", "call", "while", "custom-call") or i.opcode.endswith("-start"):
-                trips = 1 if i.trip_count is None else i.trip_count
-                waiting += [(module.computations[name], times * trips) for name in i.called]
+                waiting += [(module.computations[name], times * i.num_trips) for name in i.called]
 
 
 def instruction_flops(

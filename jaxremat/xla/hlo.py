@@ -129,6 +129,11 @@ class Instruction:
         return bool(_XLA_REMAT.search(self.name))
 
     @property
+    def num_trips(self) -> int:
+        """How often the called computations run: once where a trip count isn't known."""
+        return 1 if self.trip_count is None else self.trip_count
+
+    @property
     def runs_on_host(self) -> bool:
         """Whether the host computes it, as under `jax.experimental.compute_on`."""
         return self.custom_call_target == "HostExecute" or 'async_execution_thread="host"' in self.attrs

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from jaxremat.chips.speed import KernelClass
+from jaxremat.chips.speed import F32_HIGHEST, KernelClass
 from jaxremat.chips.tables import Attention, Product
 from jaxremat.xla.collectives import Collective, collective_of, is_collective
 from jaxremat.xla.flops import (
@@ -149,8 +149,7 @@ def _events(module: Module, name: str, count: int, flops: Callable[[str], Execut
         elif _NOT_KERNELS.fullmatch(opcode):
             continue
         elif opcode == "while":
-            trips = 1 if instruction.trip_count is None else instruction.trip_count
-            events += _events(module, instruction.called[-1], count * trips, flops)
+            events += _events(module, instruction.called[-1], count * instruction.num_trips, flops)
         elif opcode == "conditional":
             events += max((_events(module, c, count, flops) for c in instruction.called), key=_branch_size)
         elif opcode in ("call", "call-start", "async-start") and not instruction.runs_on_host:
@@ -357,7 +356,7 @@ def _matmul_dtype(
     """
     if instruction.opcode.startswith(("dot", "scaled-dot", "convolution", "custom-call")):
         dtype = computation.operand_shapes(instruction)[0][0].dtype
-        return "f32 highest" if dtype == "f32" and _HIGHEST.search(instruction.attrs) else dtype
+        return F32_HIGHEST if dtype == "f32" and _HIGHEST.search(instruction.attrs) else dtype
     for name in instruction.called:
         inner = module.computations[name]
         for candidate in inner.instructions:
