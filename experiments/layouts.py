@@ -10,6 +10,7 @@ A third part runs the steps on an attached GPU: `python -m experiments.layouts -
 the host waits for each step, and then it starts a step while the device computes the one before.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.config import Layout, ModelConfig, TrainConfig
+from jaxremat.errors import UsageError
 from jaxremat.model.presets import preset
 
 Part = Literal["steps", "between", "run"]
@@ -42,10 +44,15 @@ class Flags:
 
 
 def sizes_of(flags: Flags) -> Iterator[tuple[str, int, int]]:
-    """The models with their batch and sequence length."""
+    """The models with their batch and sequence length.
+
+    Raises:
+        UsageError: a size isn't `MODEL:BATCH:LENGTH`.
+    """
     for size in flags.sizes:
-        name, batch, seq_len = size.split(":")
-        yield name, int(batch), int(seq_len)
+        if not (found := re.fullmatch(r"([^:]+):([1-9]\d*):([1-9]\d*)", size)):
+            raise UsageError(f"--sizes got {size!r}", allowed="MODEL:BATCH:LENGTH", next_step="write it like gpt2:32:1024")
+        yield found[1], int(found[2]), int(found[3])
 
 
 def trials_of(flags: Flags) -> Iterator[tuple[Row, Any]]:
