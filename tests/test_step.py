@@ -13,6 +13,8 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxremat.config import ModelConfig, Optimizer, TrainConfig
+from jaxremat.mesh.axes import MeshShape
+from jaxremat.mesh.sharding import abstract_mesh, tracing_on
 from jaxremat.model.decoder_workload import make_loss, matrix_axes
 from jaxremat.model.loss import chunked_cross_entropy, cross_entropy, default_positions
 from jaxremat.model.transformer import count_params, param_shapes
@@ -143,6 +145,20 @@ def test_the_loss_alone():
 def test_default_positions(batch, seq_len, free_tokens, positions):
     got = default_positions(batch, seq_len, vocab_size=100, logit_bytes=2, free_bytes=free_tokens * 100 * 6)
     assert got == positions
+
+
+@pytest.mark.parametrize(
+    ("mesh", "positions"),
+    [
+        (MeshShape(fsdp=8), 512),  # 4096 tokens of each device
+        (MeshShape(fsdp=2, data=2), 256),
+        (MeshShape(fsdp=2, tensor=4), 128),  # four devices have the same sequences
+        (MeshShape(fsdp=3), 64),  # 64 sequences aren't divided by 3
+    ],
+)
+def test_default_positions_on_a_mesh(mesh, positions):
+    with tracing_on(abstract_mesh(mesh)):
+        assert default_positions(64, 1024, vocab_size=100, logit_bytes=2, free_bytes=0) == positions
 
 
 # Optimizers.

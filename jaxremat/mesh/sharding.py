@@ -152,10 +152,13 @@ def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided_by(mesh, x.shape, axes)))
 
 
-def can_divide(axis: str, size: int) -> bool:
-    """Whether the traced mesh divides a dimension of this size and logical axis evenly."""
+def parts_of(axis: str, size: int) -> int:
+    """The number of parts that the traced mesh divides a dimension of this size and logical axis into.
+
+    1 without a mesh, and where the mesh doesn't divide it evenly.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and any(divided_by(mesh, (size,), (axis,)))
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes_in(divided_by(mesh, (size,), (axis,))))
 
 
 def divided_by(mesh: AnyMesh, shape: tuple[int, ...], axes: Sequence[str | None]) -> list[str | tuple[str, ...] | None]:

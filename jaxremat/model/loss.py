@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxremat.mesh.sharding import on_mesh
+from jaxremat.mesh.sharding import on_mesh, parts_of
 
 #: Each chunk reads and writes the head's gradient once. That is about 12 bytes for each weight, and the matmul has 2 FLOPs
 #: for each token and weight. At 4096 tokens that is 680 FLOPs a byte, twice what an H100 computes while it moves a byte. The
-#: matmuls then take longer than the traffic. With fewer tokens the traffic would take longer.
+#: matmuls then take longer than the traffic. With fewer tokens the traffic would take longer. On a mesh that divides the head,
+#: each chunk also gathers the head and adds up its gradient, about 6 bytes a weight that the network moves. At 4096 tokens of
+#: each device that takes about as long as the matmuls.
 MIN_CHUNK_TOKENS = 4096
 
 Logits = Callable[[jax.Array, jax.Array], jax.Array]
@@ -44,18 +46,18 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 def default_positions(batch: int, seq_len: int, vocab_size: int, logit_bytes: int, free_bytes: int) -> int:
     """Positions of each sequence in a chunk: as many as add no bytes to the step.
 
-    There are at least `MIN_CHUNK_TOKENS` tokens in a chunk.
+    There are at least `MIN_CHUNK_TOKENS` tokens of each device in a chunk.
 
     The number of positions is then lowered so that all chunks have the same size, or nearly the same.
 
     Args:
-        batch: sequences.
+        batch: sequences, those of all devices.
         seq_len: positions in each sequence.
         vocab_size: logits for each position.
         logit_bytes: bytes of one logit in the compute dtype. While a chunk is computed, each logit is there in float32 too.
         free_bytes: bytes that the backward pass uses later but not yet at the loss: those of the layers' gradients.
     """
-    tokens = max(free_bytes // (vocab_size * (logit_bytes + 4)), MIN_CHUNK_TOKENS)
+    tokens = max(free_bytes // (vocab_size * (logit_bytes + 4)), MIN_CHUNK_TOKENS * parts_of("batch", batch))
     num_chunks = -(-seq_len // max(1, min(seq_len, tokens // batch)))
     return -(-seq_len // num_chunks)
 

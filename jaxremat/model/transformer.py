@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxremat.config import ModelConfig
-from jaxremat.mesh.sharding import can_divide, on_mesh
+from jaxremat.mesh.sharding import on_mesh, parts_of
 from jaxremat.model.gathers import GATHERED_NAMES, gathered_head, gathered_names
 from jaxremat.model.layers import RESIDUAL, Block, Norm, layer_input, own_windows
 from jaxremat.model.param_axes import LOGICAL_AXES
@@ -101,7 +101,7 @@ def head_logits(config: ModelConfig, kernel: jax.Array, x_BTD: jax.Array) -> jax
     The kernel is what `head_kernel` returns.
     """
     equation = "btd,vd->btv" if config.tie_embeddings else "btd,dv->btv"
-    if not can_divide("vocab", config.vocab_size):  # the positions are divided, after a chunk was cut out of whole ones
+    if parts_of("vocab", config.vocab_size) == 1:  # the positions are divided, after a chunk was cut out of whole ones
         x_BTD = on_mesh(on_mesh(x_BTD, "batch", None, None), "batch", "sequence", None)
     axes = LOGICAL_AXES["embedding", "embedding"] if config.tie_embeddings else LOGICAL_AXES["", "output"]
     logits_BTV = jnp.einsum(equation, x_BTD, gathered_head(kernel, config.dtype, axes))
