@@ -153,7 +153,7 @@ def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def parts_of(axis: str, size: int) -> int:
-    """The number of parts that the traced mesh divides a dimension of this size and logical axis into.
+    """The number of parts that the traced mesh divides a dimension into, given its logical axis and size.
 
     1 without a mesh, and where the mesh doesn't divide it evenly.
     """
