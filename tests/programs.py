@@ -331,7 +331,8 @@ def counts(stack: Stack) -> set[int]:
     There are several where layers of two kinds alternate, which are pairs too, and where a scan is in another scan. Of a few
     layers that are little else than a recurrence, its steps may be taken.
     """
-    steps = {LENGTH * stack.num_layers} if "recurrence" in stack.parts and stack.written not in SCANS else set()
+    recurrences = sum("recurrence" in stack.parts_of(i) for i in range(stack.num_layers))
+    steps = {LENGTH * recurrences} if recurrences and stack.written not in SCANS else set()
     if stack.written == "nested scan":
         return {stack.num_layers, stack.num_layers // TWO, TWO}
     pairs = {stack.num_layers // 2} if stack.every_other else set()

@@ -9,6 +9,7 @@ import pytest
 
 from jaxremat.xla import hlo
 from jaxremat.xla.flops import executed
+from jaxremat.xla.origin import find_origin
 
 TEXT = r"""HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4,8]{1,0})->f32[4,8]{1,0}}
 
@@ -95,6 +96,27 @@ def test_called_computations_ignore_quoted_text_and_control_predecessors(module)
     assert entry(module, "conditional.1").called == ("branch_a", "branch_b")
     assert entry(module, "custom-call.1").called == ()
     assert entry(module, "fusion.1").called == ("fused_add",)
+
+
+READER = """HloModule step
+ENTRY %main.1 (x.1: bf16[4,8]) -> f32[4,4] {
+  %x.1 = bf16[4,8]{1,0} parameter(0), metadata={op_name="x"}
+  %call.1 = (f32[4,4]{1,0}, s8[64]{0}) custom-call(%x.1, %x.1), custom_call_target="__cublas$gemm"
+  %element.1 = f32[4,4]{1,0} get-tuple-element(%call.1), index=0
+  ROOT %mul.1 = f32[4,4]{1,0} multiply(%element.1, %element.1), metadata={op_name="jit(f)/jvp()/layer_0/mul" stack_frame_id=7}
+}
+"""
+
+
+def test_a_call_without_a_scope_is_where_its_first_reader_is():
+    """XLA drops the scope of a matmul into whose call it folds a scale."""
+    module = hlo.parse(READER)
+    main = module.entry_computation
+    origin = find_origin(module, {}, main, main.by_name["call.1"], (0,))
+    assert (origin.op_name, origin.frame) == ("jit(f)/jvp()/layer_0/custom-call", 7)
+    alone = hlo.parse(READER.replace(', metadata={op_name="jit(f)/jvp()/layer_0/mul" stack_frame_id=7}', ""))
+    call = alone.entry_computation.by_name["call.1"]
+    assert find_origin(alone, {}, alone.entry_computation, call, (0,)).op_name == ""
 
 
 def test_trip_count_names_target_root_and_parameters(module):

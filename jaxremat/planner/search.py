@@ -52,7 +52,7 @@ from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.problem import Decision
 from jaxremat.planner.seconds import Seen, corrected
-from jaxremat.planner.steps import Cost, Steps
+from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy
 from jaxremat.search.batch import spaced
 
@@ -197,7 +197,7 @@ class Search:
     def _seen(self) -> Iterator[Seen]:
         """The compiled candidates and named policies beside the seconds that were foreseen.
 
-        A candidate that tells two estimates apart is an odd one. Alone it doesn't change the prices, so that one plan is compiled.
+        A candidate that tells two estimates apart is an odd one. Alone it changes no price, so that one plan is compiled anyway.
         """
         num_layers = self.steps.num_layers
         for (policy, loss, batch), step in self.tried.items():
@@ -385,15 +385,29 @@ class Search:
         return self._corrections(place).at_peak(layer, decision, saved, num_layers)
 
     def _of_least_bytes(self) -> Proposal | None:
-        """Where no batch is expected to fit: the policies of the least bytes, at the smallest one."""
-        if self.scanned:
+        """Where no batch is expected to fit: the policies of the least bytes, at the smallest one, until one fits."""
+        if self.scanned or self.best():
             return None
         batch = self.batches[0]
         loss = min(self.losses, key=lambda loss: self.curves[loss].at(batch).total_bytes)
-        for policy in (NOTHING, self.steps.least[-1]):
+        for policy in (NOTHING, *([GROUPS] if self._has_small_groups(batch) else []), self.steps.least[-1]):
             if (policy, loss, batch) not in self.tried:
                 return Proposal(policy, Place(loss, batch))
         return None
+
+    def _has_small_groups(self, batch: int) -> bool:
+        """Whether the residuals of a group of layers and the inputs of all groups take fewer bytes than the inputs of all layers.
+
+        So it is with the many small steps of a loop over time. Each step is then computed twice, as under `nothing`, where
+        `every:sqrt+nothing` computes it three times.
+        """
+        layer, num_layers = self.layer_at(batch), self.steps.num_layers
+        if SPARSE not in self.steps.least or not self.steps.allows(GROUPS):
+            return False
+        size = GROUPS.size(num_layers)
+        residual_bytes = sum(layer.problem.values[v].num_bytes for v in named_decision(layer, NONE).save)
+        input_bytes = batch * _bytes_per_sequence(self.steps, batch)
+        return size * residual_bytes + num_layers / size * input_bytes < num_layers * input_bytes
 
     # Compiling.
 

@@ -13,6 +13,7 @@ from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 
 #: The policy for where the inputs of all layers don't fit, or where the least bytes are requested.
 SPARSE = Every("sqrt", NOTHING)
+GROUPS = Every("sqrt")
 #: So many steps that fit are compiled for a plan where such a compile takes minutes, and XLA rejects others in seconds.
 MOST_WHOLE = 4
 

@@ -153,9 +153,10 @@ def find_origin(
     ]
     scoped = [m for m in makers if m.op_name]
     telling = [m for m in scoped if "index_in_dim" not in m.op_name]  # a scan's own slicing isn't the maker
-    maker = (telling or scoped or [instruction])[0]
+    reader = None if scoped else _first_reader(computation, instruction)
+    maker = reader or (telling or scoped or [instruction])[0]
     return Origin(
-        op_name="" if maker.opcode in _PLACES else _scope_of_sum(maker) if _adds_bias(maker) else maker.op_name,
+        op_name=_scope_beside(reader) if reader else _scope_of(maker),
         opcode=instruction.opcode,
         frame=maker.frame,
         num_layers=num_layers,
@@ -166,6 +167,33 @@ def find_origin(
         made_by=collective[0] if collective else instruction.name,
         element=collective[1] if collective else index,
     )
+
+
+def _first_reader(computation: hlo.Computation, instruction: hlo.Instruction) -> hlo.Instruction | None:
+    """The first instruction with a scope that reads the result of a library's call without one.
+
+    XLA drops the scope of a matmul into whose call it has folded a scale, for example.
+    """
+    if not instruction.opcode.startswith("custom-call"):
+        return None
+    results = {instruction.name}
+    for other in computation.instructions:
+        if results.isdisjoint(other.operands):
+            continue
+        if other.op_name and other.opcode not in _PLACES:
+            return other
+        if other.opcode == "get-tuple-element":
+            results.add(other.name)
+    return None
+
+
+def _scope_beside(reader: hlo.Instruction) -> str:
+    """The scope of a call beside the operation that reads it: `layer_0/custom-call` beside `layer_0/mul`."""
+    return f"{reader.op_name.rpartition('/')[0]}/custom-call"
+
+
+def _scope_of(maker: hlo.Instruction) -> str:
+    return "" if maker.opcode in _PLACES else _scope_of_sum(maker) if _adds_bias(maker) else maker.op_name
 
 
 def _making_branch(module: hlo.Module, instruction: hlo.Instruction, index: tuple[int, ...]) -> int | None:
