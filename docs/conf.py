@@ -14,7 +14,8 @@ import jaxremat
 project = "jaxremat"
 copyright = "the jaxremat authors, Apache-2.0"
 release = jaxremat.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+myst_enable_extensions = ["colon_fence"]  # `:::{tab-set}`: what is in it is plain Markdown in the repository
 copybutton_selector = (
     "div.highlight-bash pre, div.highlight-python pre, div.highlight-py pre, div.highlight-toml pre, div.highlight-yaml pre"
 )

@@ -121,6 +121,15 @@ def test_readme_shows_the_first_example_as_it_is():
     assert (ROOT / "examples/first.py").read_text().endswith(block)
 
 
+def test_tabs_are_the_same_in_each_set():
+    """So that the site shows the framework that the reader chose in another set."""
+    _, *sets = (DOCS / "frameworks.md").read_text().split("\n::::{tab-set}\n")
+    tabs = [
+        re.findall(r"^:::\{tab-item\} (.*)\n:sync: (\w+)$", text.partition("\n::::\n")[0], re.MULTILINE) for text in sets
+    ]
+    assert tabs == 2 * [[("Linen", "linen"), ("NNX", "nnx"), ("Equinox", "equinox"), ("Plain functions", "plain")]]
+
+
 def test_every_page_is_in_the_table_of_contents():
     listed = re.findall(r"^(\w+)$", (DOCS / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.stem for page in DOCS.glob("*.md") if page.stem != "index")
