@@ -447,6 +447,22 @@ def phone(driver):
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
+def test_on_a_phone_a_tables_caption_is_whole(phone, page):
+    """Its table scrolls sideways, and the caption stays."""
+    page.find("#tab-peak").click()
+    page.frame()
+    assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
+    script = "return document.querySelector('#peak .scroll').%s"
+    assert page.driver.execute_script(script % "scrollWidth") > 390, "the table is wider than the screen"
+    for scrolled in (0, 60):
+        page.driver.execute_script(f"{script % 'scrollLeft'} = {scrolled}")
+        words = page.driver.execute_script(
+            """const range = document.createRange(); range.selectNodeContents(document.querySelector("#holders caption"));
+            return Array.from(range.getClientRects(), ({ left, right }) => [left, right]);"""
+        )
+        assert all(0 <= left <= right <= 390 for left, right in words)
+
+
 def test_on_a_phone_two_fingers_zoom_and_a_tap_pins_in_view(phone, page):
     page.frame()
     assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390, "nothing is beside the screen"

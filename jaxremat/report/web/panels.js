@@ -101,7 +101,7 @@ function matchRows(map, found, current, go) {
 
 function table(place, caption, heads, rows) {
   const parts = [node("thead", {}, head(heads)), node("tbody", {}, ...rows)];
-  place.replaceChildren(node("caption", {}, caption), ...parts);
+  place.replaceChildren(node("caption", {}, node("span", {}, caption)), ...parts);
 }
 
 // Who holds the peak, the buffers of equal layers in one row: `reach` shows them in the picture.
