@@ -447,6 +447,20 @@ def phone(driver):
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
 
+def test_on_a_phone_a_large_buffers_label_has_its_size(phone, page):
+    """Its name is shortened where there is no room."""
+    page.driver.execute_script(
+        """window.drawn = [];
+        const draw = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at); };"""
+    )
+    page.find("#theme").click()
+    page.frame()
+    texts = page.driver.execute_script("return drawn")
+    assert [text for text in texts if re.search(r"…  [\d.]+ GiB$", text)], texts
+    assert not [text for text in texts if re.search(r"  [\d.]*…$", text)], texts
+
+
 def test_on_a_phone_a_tables_caption_is_whole(phone, page):
     """Its table scrolls sideways, and the caption stays."""
     page.find("#tab-peak").click()

@@ -298,7 +298,8 @@ class Scene {
       const middle = (y(map.low[b]) + y(map.low[b] + map.bytes[b])) / 2;
       if (named.has(b) || this.hiddenBy[b] >= 0 || marks.dims(b)) continue;
       if (middle < plot.y || middle > bottom || x(map.last[b] + 1) < plot.x || x(map.first[b]) > right) continue;
-      const text = shorten(ctx, `${label}  ${gib(map.bytes[b])}`, 0.45 * plot.width);
+      const size = `  ${gib(map.bytes[b])}`;
+      const text = shorten(ctx, label, 0.45 * plot.width - ctx.measureText(size).width) + size;
       const half = ctx.measureText(text).width / 2 + 9;
       const isLeft = x(map.last[b] + 1) + 2 * half > right;
       tag(ctx, theme, theme.ink, text, isLeft ? x(map.first[b]) - half : x(map.last[b] + 1) + half, middle, plot);
