@@ -435,6 +435,29 @@ def test_a_trace_for_perfetto(open_page, tmp_path):
     assert len(begun) == min(len(DOTS.buffers), 1000)
 
 
+def drawn(page: Shown) -> list[tuple[str, str]]:
+    """The picture's texts and their colours, once the theme is switched."""
+    page.driver.execute_script(
+        """window.drawn = [];
+        const draw = CanvasRenderingContext2D.prototype.fillText;
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+          drawn.push([text, this.fillStyle]);
+          draw.call(this, text, ...at);
+        };"""
+    )
+    page.find("#theme").click()
+    page.frame()
+    return [(text, colour) for text, colour in page.driver.execute_script("return drawn")]
+
+
+def test_a_gaps_label_has_the_colour_of_text(open_page):
+    page = open_page(a_page(replace(DOTS, gaps=(replace(DOTS.gaps[0], num_bytes=2**30),))))
+    for _ in ("dark", "light"):
+        gap = {colour for text, colour in drawn(page) if text.startswith("gap")}
+        ink = page.driver.execute_script("return getComputedStyle(document.documentElement).getPropertyValue('--ink')")
+        assert gap == {ink}
+
+
 @pytest.fixture
 def phone(driver):
     """A screen of 390 pixels that is touched."""
@@ -449,14 +472,7 @@ def phone(driver):
 
 def test_on_a_phone_a_large_buffers_label_has_its_size(phone, page):
     """Its name is shortened where there is no room."""
-    page.driver.execute_script(
-        """window.drawn = [];
-        const draw = CanvasRenderingContext2D.prototype.fillText;
-        CanvasRenderingContext2D.prototype.fillText = function (text, ...at) { drawn.push(text); draw.call(this, text, ...at); };"""
-    )
-    page.find("#theme").click()
-    page.frame()
-    texts = page.driver.execute_script("return drawn")
+    texts = [text for text, _ in drawn(page)]
     assert [text for text in texts if re.search(r"…  [\d.]+ GiB$", text)], texts
     assert not [text for text in texts if re.search(r"  [\d.]*…$", text)], texts
 

@@ -289,6 +289,10 @@ class Scene {
       const sized = `${name}  ${gib(map.bytes[b])}`;
       const text = ctx.measureText(sized).width < room ? sized : shorten(ctx, name, room);
       if (room > Math.min(ctx.measureText(name).width, 90)) named.add(b);
+      if (b >= map.num) {
+        ctx.fillStyle = theme.plot; // text on hatching can't be read
+        ctx.fillRect(left - 3, (top + low) / 2 - 6, ctx.measureText(text).width + 6, 12);
+      }
       ctx.fillStyle = theme.onFills[map.category[b]];
       ctx.fillText(text, left, (top + low) / 2);
     }

@@ -17,7 +17,7 @@ function themeNow() {
     phases: Object.fromEntries(["forward", "backward", "update"].map((name) => [name, colour(`phase-${name}`)])),
     fills,
     fillOf: (category) => fills[names.indexOf(category)],
-    onFills: plain.map((fill) => (brightness(fill) > 0.55 ? "#000" : "#fff")),
+    onFills: plain.map((fill, i) => (names[i] === "gaps" ? colour("ink") : brightness(fill) > 0.55 ? "#000" : "#fff")),
     folded: pattern(colour("plot"), colour("folded"), dots),
   };
   return themeRead;
