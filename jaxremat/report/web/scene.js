@@ -286,8 +286,7 @@ class Scene {
       const [top, low] = [Math.max(y(map.low[b] + map.bytes[b]), plot.y), Math.min(y(map.low[b]), bottom)];
       if (room < 30 || low - top < 12) continue;
       const name = b < map.num ? labelled(map, b) : "gap";
-      const sized = `${name}  ${gib(map.bytes[b])}`;
-      const text = ctx.measureText(sized).width < room ? sized : shorten(ctx, name, room);
+      const text = fitting(ctx, name, `  ${gib(map.bytes[b])}`, room);
       if (room > Math.min(ctx.measureText(name).width, 90)) named.add(b);
       if (b >= map.num) {
         ctx.fillStyle = theme.plot; // text on hatching can't be read
@@ -350,9 +349,8 @@ class Scene {
       ctx.fillStyle = theme.phases[phase];
       ctx.fillRect(from, 2, to - from - 1, 16);
       ctx.fillStyle = theme.ink;
-      const text = took ? `${phase}  ${ms(took)}` : phase;
-      const shown = ctx.measureText(text).width < to - from - 6 ? text : shorten(ctx, phase, to - from - 6);
-      if (to - from > 30) ctx.fillText(shown, (from + to) / 2, 10.5);
+      const text = fitting(ctx, phase, took ? `  ${ms(took)}` : "", to - from - 6);
+      if (to - from > 30) ctx.fillText(text, (from + to) / 2, 10.5);
     });
     for (const handle of this.handles(view, plot)) {
       const folded = this.folded[handle.loop];
@@ -381,7 +379,7 @@ class Scene {
       ctx.translate(right + 13, (top + bottom) / 2);
       ctx.rotate(-Math.PI / 2);
       ctx.fillStyle = theme.soft;
-      ctx.fillText(shorten(ctx, `${KIND_TEXT[kind]} ${gib(high - low)}`, bottom - top), 0, 0);
+      ctx.fillText(fitting(ctx, KIND_TEXT[kind], ` ${gib(high - low)}`, bottom - top), 0, 0);
       ctx.restore();
     }
   }
@@ -438,10 +436,15 @@ function tag(ctx, theme, colour, text, x, y, plot) {
   ctx.fillText(text, left + 5, Math.max(y, plot.y + 8) + 0.5);
 }
 
+// A name with its size, or the name alone where both are too long.
+function fitting(ctx, name, size, room) {
+  return ctx.measureText(name + size).width <= room ? name + size : shorten(ctx, name, room);
+}
+
 function shorten(ctx, text, room) {
   const shown = text.slice(0, 200);
   const width = ctx.measureText(shown).width;
   if (width <= room && shown.length === text.length) return shown;
-  const fitting = Math.floor((shown.length * room) / width) - 1;
-  return fitting < 3 ? "" : `${shown.slice(0, fitting)}…`;
+  const length = Math.floor((shown.length * room) / width) - 1;
+  return length < 3 ? "" : `${shown.slice(0, length)}…`;
 }
