@@ -11,14 +11,16 @@ import pytest
 from rich.console import Console
 
 from jaxremat.cli.command import parse_flags
-from jaxremat.cli.explain import ExplainFlags, check_explain, main
+from jaxremat.cli.explain import ExplainFlags, check_explain, main, with_what_fits
 from jaxremat.errors import UsageError
+from jaxremat.report.page import PageInput
 from jaxremat.report.plot import plot_sources
 from jaxremat.report.printer import ExplainPrinter, Report
 from jaxremat.session.flags import RunFlags
 from jaxremat.trial.details import AllocatorBytes
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.record import ExplainRecord
+from jaxremat.xla.buffers import MemoryMap
 from jaxremat.xla.xprof import write_xprof
 from tests.helpers import GPT, mapped
 from tests.made_up_records import GIB, explained
@@ -129,6 +131,24 @@ def test_exit_codes_and_records_as_json(rows, code, too_large, capsys):
     printer.all_done()
     assert (printer.exit_code(), printer.no_fit()) == (code, too_large)
     assert [from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines()] == rows, "the records alone"
+
+
+def test_the_page_of_a_step_that_does_not_fit_has_what_fits():
+    """Of the same command, and of the same batch if any."""
+    rows = [
+        explained("dots", 8, fits=False),
+        explained("every:2:nothing", 8, total_bytes=GIB),
+        explained("nothing", 8, error="it failed when run"),
+        explained("dots", 4, xla_preset="latency-hiding"),
+        explained("dots", 16, fits=False),
+    ]
+    page = PageInput("gpt2", "dots", 8, "h100-80gb", MemoryMap((), (), (), (), (), (), (), 0, ()), seconds=(0.5, 0.25))
+    pages = with_what_fits([(row, page) for row in rows])
+    of_each = [[one.flags for one in page.fits_instead] for page in pages]
+    thrifty = "--policy every:2:nothing"
+    assert of_each == [[thrifty], [], [], [], [f"{thrifty} --batch 8", "--batch 4 --xla-preset latency-hiding"]]
+    assert [(one.total_bytes, one.step_s) for one in pages[0].fits_instead] == [(GIB, 0.75)]
+    assert all(not page.fits_instead for page in with_what_fits([(rows[0], page)])), "cheap changes are compiled then"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 """
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
     from jaxremat.report.page import PageInput
+    from jaxremat.trial.record import ExplainRecord, SuggestionRecord
     from jaxremat.trial.trials import Trials
 
 DEFAULT_BATCH = 32
@@ -93,7 +95,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     Each is printed as soon as its step is compiled.
     """
     from jaxremat.chips.target import load_target
-    from jaxremat.report.page import PageInput, write_page
+    from jaxremat.report.page import write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
     from jaxremat.session.answers import batches_of, policy_of, trials_of
@@ -111,12 +113,12 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         show_heading(session, report)
         printer = ExplainPrinter(report)
         lint = flags.lint or flags.page is not None
-        pages, command = list[PageInput](), ("jaxremat", "explain", *sys.argv[1:])
+        shown, command = list["tuple[ExplainRecord, PageInput]"](), ("jaxremat", "explain", *sys.argv[1:])
 
         def show_known() -> None:
             printer.all_done()
             if flags.page:
-                show_page(flags.page, pages, flags.redact)
+                show_page(flags.page, with_what_fits(shown), flags.redact)
 
         with says_at_the_end(show_known):
             for requested in session.request.policies:
@@ -126,19 +128,46 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                     row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:
-                        pages.append(page_input(row, trials, policy, command))
+                        shown.append((row, page_input(row, trials, policy, command)))
                     if flags.xprof:
                         export(trials, policy, batch, flags.xprof)
                     trials.forget()  # XLA's dump of a program is large
         if no_fit := printer.no_fit():
             suggestions = show_no_fit(session, no_fit, report, progress)
             if flags.page and suggestions:
-                least = [row for row in printer.rows if row.total_bytes is not None].index(no_fit)
-                pages[least] = replace(pages[least], fits_instead=suggestions)
+                pages = [replace(page, fits_instead=suggestions) if row is no_fit else page for row, page in shown]
                 write_page(flags.page, pages, redact=flags.redact)
     if flags.plot:
         plot_sources(printer.rows, flags.plot)
     return printer.exit_code()
+
+
+def with_what_fits(shown: "Sequence[tuple[ExplainRecord, PageInput]]") -> "list[PageInput]":
+    """The pages of steps, and on those that don't fit which of the others do, of the same batch if any."""
+    fitting = [(row, page) for row, page in shown if row.fits and not row.error]
+    pages = list["PageInput"]()
+    for row, page in shown:
+        others = [] if row.fits else [(other, its) for other, its in fitting if other.batch == row.batch] or fitting
+        pages.append(replace(page, fits_instead=[in_place_of(row, other, sum(its.seconds)) for other, its in others]))
+    return pages
+
+
+def in_place_of(row: "ExplainRecord", other: "ExplainRecord", step_s: float) -> "SuggestionRecord":
+    """Another step of the command, which fits, as a suggestion in place of `row`: the flags that differ, to paste."""
+    from jaxremat.trial.record import SuggestionRecord, picked
+
+    flags = {"--policy": "requested_policy", "--batch": "batch", "--xla-preset": "xla_preset"}
+    changed = [
+        (flag, str(getattr(other, name))) for flag, name in flags.items() if getattr(other, name) != getattr(row, name)
+    ]
+    names = "model target policy loss optimizer batch accumulate total_bytes budget_bytes num_compiles versions"
+    return SuggestionRecord(
+        **picked(other, names),
+        flags=shlex.join(word for pair in changed for word in pair),
+        step_s=step_s or None,
+        step_source="predicted" if step_s else None,
+        tokens_per_s=None,
+    )
 
 
 def show_page(path: Path, pages: "Sequence[PageInput]", redact: bool) -> None:
