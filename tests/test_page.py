@@ -197,6 +197,9 @@ def test_the_peak_as_a_table_largest_first_with_what_remat_brings(page, open_pag
     assert [f"{b.num_bytes:,}" in row for b, row in zip(live, rows, strict=True)] == [True] * len(live)
     first = next(row for row in rows if row.startswith("mlpwi_0"))
     assert "0.562 4.000" in first
+    tiny = [row for b, row in zip(live, rows, strict=True) if 0 < b.num_bytes < 2**18]
+    assert tiny
+    assert all("< 0.001" in row for row in tiny)
     page.find("#holders tbody button").click()
     page.wait(lambda: page.find("#pinned").is_displayed())
     alone = open_page(a_page(NOTHING))

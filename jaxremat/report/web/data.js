@@ -143,7 +143,7 @@ const number = (value, digits) =>
   value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits, roundingMode: "halfEven" });
 const inGib = (bytes) => number(bytes / 2 ** 30, 3);
 const few = (bytes) => (bytes && inGib(bytes) === "0.000" ? "< 0.001" : inGib(bytes));
-const gib = (bytes) => `${number(bytes / 2 ** 30, Math.abs(bytes) >= 2 ** 30 ? 2 : 3)} GiB`;
+const gib = (bytes) => `${Math.abs(bytes) >= 2 ** 30 ? number(bytes / 2 ** 30, 2) : few(bytes)} GiB`;
 const ms = (milliseconds) => `${number(milliseconds, milliseconds < 1 ? 3 : milliseconds < 100 ? 2 : 1)} ms`;
 const exact = (bytes) => `${gib(bytes)} (${grouped(bytes)} bytes)`;
 const cut = (text, limit = LIMIT) =>
