@@ -2,14 +2,17 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxremat.cli import diff
 from jaxremat.cli.diff import main
 from jaxremat.report.diff import changes_report
+from jaxremat.system.process import Ended
 from jaxremat.trial.details import HeldBytes
 from jaxremat.trial.difference import PeakChange, compared
 from jaxremat.trial.lines import to_json
@@ -103,9 +106,62 @@ def test_nothing_to_compare_is_a_usage_error(words: list[str], monkeypatch: pyte
     assert main(words) == 2
 
 
-def test_a_line_that_is_no_record_is_one_error(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"record": "nothing"}\n')
-    assert main([str(tmp_path / "a.jsonl")] * 2) == 1
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"record": "nothing"}\n', "has a line that is no record"),
+        ("[1]\n", "has a line that is no record"),
+        ("no JSON\n", "has a line that is no record"),
+        ("", "has no record"),
+        ("\n", "has no record"),
+        (f"{to_json(plan())}\n", "has no step to compare"),
+    ],
+)
+def test_a_file_that_is_no_store_of_steps_is_one_usage_error(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "a.jsonl").write_text(text)
+    assert main([str(tmp_path / "a.jsonl"), stored(tmp_path, "b.jsonl", step())]) == 2
+    said = capsys.readouterr().err
+    assert f"a.jsonl {named}" in said
+    assert "Allowed:" in said
+    assert "Next:" in said
+
+
+RUN = ("--", "--model", "tiny", "--policy", "dotz", "--batch", "8")
+
+
+@pytest.mark.parametrize(("python", "named"), [("nope", "isn't there"), (".", "a folder"), (sys.executable, "no jaxremat")])
+def test_a_python_that_cannot_be_run_is_named_before_any_compile(
+    python: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(diff, "run_until", lambda *_: Ended(0, ""))
+    assert diff.main(["--python", python, *RUN]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert "Allowed:" in said
+    assert "jaxremat run" not in said
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "named"),
+    [
+        (Ended(2, "jaxremat: unknown policy 'dotz'. Next: did you mean 'dots'?"), 2, "unknown policy"),
+        (Ended(1, "jaxremat: XLA rejected it."), 1, "run failed: XLA rejected it"),
+        (Ended(0, ""), 1, "printed no record"),
+        (Ended(0, "", "words"), 1, "printed a line that is no record"),
+    ],
+)
+def test_the_error_of_a_side_is_one(
+    ended: Ended, code: int, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(diff, "_check_python", lambda _: None)
+    monkeypatch.setattr(diff, "run_until", lambda *_: ended)
+    assert diff.main(["--python", "python", *RUN]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("jaxremat: this environment: ")
+    assert last.count("jaxremat: ") == last.count("Next:") == 1
+    assert named in last
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ Exit codes: 0 nothing differs, 1 something does or failed, 2 usage, 130 interrup
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 #: Seconds that one command of one side may take.
 _LIMIT_S = 24 * 3600.0
 _EXAMPLE = "jaxremat diff main -- --model model.py:workload --policy dots --batch 8"
+#: Prints a word where jaxremat is installed.
+_IS_INSTALLED = "import jaxremat; print(jaxremat.__name__)"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
 def _both_sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
     """The records of both sides."""
     if flags.python and not places and of_run:
+        _check_python(str(flags.python))
         sides = ((sys.executable, "this environment"), (str(flags.python), str(flags.python)))
         before, after = (_side(python, Path(), of_run, name) for python, name in sides)
         return before, after
@@ -125,19 +129,55 @@ def _stored(place: str) -> "list[Record]":
             cause="a git revision needs -- and the flags of a run",
             next_step=_EXAMPLE,
         ) from None
-    return _records_of(text, place)
+    try:
+        found = _records_of(text)
+    except (ValueError, JaxrematError) as error:
+        raise UsageError(
+            f"{place} has a line that is no record: {error}",
+            allowed="two stores of records",
+            next_step="the file that --out wrote",
+        ) from None
+    from jaxremat.trial.difference import is_compared
+
+    if not any(map(is_compared, found)):
+        raise UsageError(
+            f"{place} has {'no step to compare' if found else 'no record'}",
+            allowed="a store with the records of a step or of a search",
+            cause="a plan and its probes aren't compared"
+            if found
+            else "the command that wrote it was interrupted, or failed",
+            next_step="give the file that --out of run, explain or sweep wrote",
+        )
+    return found
 
 
-def _records_of(text: str, place: str) -> "list[Record]":
+def _records_of(text: str) -> "list[Record]":
     """The records of lines of JSON."""
     from jaxremat.trial.lines import from_row
 
-    try:
-        return [from_row(parse_json(line)) for line in text.splitlines() if line.strip()]
-    except (ValueError, JaxrematError) as error:
-        raise JaxrematError(
-            f"{place} has a line that is no record: {error}", next_step="the file that --out wrote"
-        ) from None
+    return [from_row(parse_json(line)) for line in text.splitlines() if line.strip()]
+
+
+def _check_python(python: str) -> None:
+    """Raises UsageError where `python` can't be run, or has no jaxremat. This takes no compile."""
+    got = ""
+    if shutil.which(python) is None:
+        got = "is a folder" if Path(python).is_dir() else "isn't there, or can't be run"
+    else:
+        ended = run_until(Deadline(_LIMIT_S), [*_started(python, Path()), "-c", _IS_INSTALLED], os.environ)
+        if not ended.out.split():
+            got = f"has no jaxremat: {(ended.tail.strip().splitlines() or ['it printed nothing'])[-1]}"
+    if got:
+        raise UsageError(
+            f"--python got {python!r}, which {got}",
+            allowed="the Python of another environment, with jaxremat installed in it",
+            next_step="jaxremat diff --python other/bin/python -- --policy dots --batch 8",
+        )
+
+
+def _started(python: str, folder: Path) -> list[str]:
+    """The command that starts a Python in a folder, before its arguments."""
+    return ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), python]
 
 
 @contextmanager
@@ -173,7 +213,8 @@ def _side(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[
     """The records of one side, of `jaxremat run` and, with a batch, of `jaxremat explain`.
 
     Raises:
-        JaxrematError: a command failed, or wrote no records.
+        UsageError: a flag of the run isn't allowed.
+        JaxrematError: a command failed, or printed no record.
     """
     root = str(Path.cwd().resolve())
     if any(root in word for word in of_run) and folder != Path():
@@ -184,13 +225,25 @@ def _side(python: str, folder: Path, of_run: Sequence[str], side: str) -> "list[
     found: list[Record] = []
     for command in ("run", "explain") if has_batch else ("run",):
         print(f"jaxremat: {side}: jaxremat {command}", file=sys.stderr)
-        words = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), python, "-m", "jaxremat", command, *of_run, "--json"]
+        words = [*_started(python, folder), "-m", "jaxremat", command, *of_run, "--json"]
         ended = run_until(Deadline(_LIMIT_S), words, os.environ)
-        last = (ended.tail.strip().splitlines() or ["it printed nothing"])[-1]
+        last = (ended.tail.strip().splitlines() or ["it printed nothing"])[-1].removeprefix("jaxremat: ")
         if command == "explain" and ended.code == 2:  # flags that only run has, such as --policy auto
             print(f"jaxremat: {side}: bytes aren't compared by name: {last}", file=sys.stderr)
             continue
+        if ended.code == 2:
+            got, _, next_step = last.partition(" Next: ")
+            raise UsageError(f"{side}: {got}", next_step=next_step or "the same flags without diff")
         if ended.code not in (0, 3):  # 3: nothing fits, and the records say so
             raise JaxrematError(f"{side}: jaxremat {command} failed: {last}", next_step="the same flags without diff")
-        found += _records_of(ended.out, side)
+        try:
+            found += _records_of(ended.out)
+        except (ValueError, JaxrematError) as error:
+            raise JaxrematError(
+                f"{side}: jaxremat {command} printed a line that is no record: {error}",
+                cause="the other side has another version of jaxremat",
+                next_step="install one version in both",
+            ) from None
+    if not found:
+        raise JaxrematError(f"{side}: jaxremat run printed no record", next_step="the same flags without diff")
     return found

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 #: The characters of a line, and where its right column begins.
 _WIDTH, _COLUMN = 80, 27
+#: By command, what its usage line has before and after the flags.
+_BESIDE = {"jaxremat diff": ("[A [B]] ", " [-- FLAGS]")}
 
 
 def help_text(kind: type, flags: "Sequence[Flag]", prog: str, epilogue: str = "", num_more: int = 0) -> str:
@@ -31,7 +33,8 @@ def help_text(kind: type, flags: "Sequence[Flag]", prog: str, epilogue: str = ""
         epilogue: the last lines.
         num_more: how many flags aren't shown. Where there are any, each flag's text is one sentence.
     """
-    lines = [f"usage: {prog} [FLAG [VALUE ...] ...]", ""]
+    before, after = _BESIDE.get(prog, ("", ""))
+    lines = [f"usage: {prog} {before}[FLAG [VALUE ...] ...]{after}", ""]
     for paragraph in (inspect.getdoc(kind) or "").split("\n\n"):
         lines += [*textwrap.wrap(paragraph, _WIDTH), ""]
     groups: dict[str, list[Flag]] = {}

@@ -8,7 +8,7 @@ Records of one request are compared: the same model, policy as it was requested,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from jaxremat.trial.record import ExplainRecord, FailureRecord, LargestBatchRecord, Record, TrialRecord
 
@@ -123,6 +123,11 @@ def compared(before: Sequence[Record], after: Sequence[Record]) -> Changes:
     )
 
 
+def is_compared(record: Record) -> TypeGuard[Compared]:
+    """Whether a record is of a kind that is compared. Plans and probes aren't."""
+    return isinstance(record, Compared) and record.record != "probe"
+
+
 def _requests(records: Sequence[Record]) -> Requests:
     """The records that are compared, by what each answers.
 
@@ -130,7 +135,7 @@ def _requests(records: Sequence[Record]) -> Requests:
     """
     found: Requests = {}
     for record in records:
-        if isinstance(record, Compared) and record.record != "probe":
+        if is_compared(record):
             own = (getattr(record, field) for field in _FIELDS[type(record)].split())
             found[record.record, record.model, record.requested_policy, record.target, *own] = record
     return found
