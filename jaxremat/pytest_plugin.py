@@ -193,7 +193,7 @@ def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
     Raises:
         UsageError: the tolerance is neither whole bytes, nor a size, nor a share. An example is 0.01, which may mean 1%.
     """
-    from jaxremat.errors import bad_value
+    from jaxremat.errors import UsageError, bad_value
     from jaxremat.units import parse_bytes
 
     if isinstance(tolerance, int) and not isinstance(tolerance, bool) and tolerance >= 0:
@@ -202,7 +202,10 @@ def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
         raise bad_value("tolerance", repr(tolerance), "bytes from 0 up, or text such as '64MiB' or '1%'", "0 is the default")
     if share := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", tolerance):
         return lambda num_bytes: int(float(share[1]) / 100 * num_bytes)
-    num_allowed = parse_bytes(tolerance)
+    try:
+        num_allowed = parse_bytes(tolerance)
+    except UsageError as error:
+        raise bad_value("tolerance", repr(tolerance), f"a share such as '3%', or {error.allowed}", error.next_step) from None
     return lambda _: num_allowed
 
 

@@ -29,17 +29,33 @@ def percent_up(share: float) -> str:
     return f"{math.ceil(1e3 * share) / 10:.1f}%"
 
 
-def parse_bytes(text: str) -> int:
-    """The bytes of a size that a person typed, such as `40GiB`, `512MiB`, `24 GB` or `1000`.
+def parse_bytes(text: str, *, needs_unit: bool = True) -> int:
+    """The bytes of a size that a person typed, such as `40GiB`, `512MiB`, `24 GB` or `1000B`.
+
+    Args:
+        text: the size.
+        needs_unit: whether a number without a unit is an error. Else it is bytes.
 
     Raises:
-        UsageError: `text` isn't a positive number with a known unit or none.
+        UsageError: `text` isn't a positive number with a known unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    meant = ""
     if match and match[2].lower() in _UNITS and 1 <= (size := float(match[1]) * _UNITS[match[2].lower()]) < 2**63:
-        return int(size)
+        if match[2] or not needs_unit:
+            return int(size)
+        meant = f"{match[1]}{'GiB' if size < 2**20 else 'B'}"
     raise UsageError(
         f"cannot read {text!r} as a size in bytes",
         allowed="a positive number and a unit: B, KiB, MiB, GiB, TiB (or KB, MB, GB)",
-        next_step="write it like 40GiB",
+        next_step=f"did you mean {meant}?" if meant else "write it like 40GiB",
     )
+
+
+def as_bytes(size: int | str) -> int:
+    """The bytes of a size, a number of bytes or a text with a unit.
+
+    Raises:
+        UsageError: it isn't positive, or a text without a unit.
+    """
+    return parse_bytes(str(size), needs_unit=isinstance(size, str))

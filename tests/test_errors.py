@@ -70,6 +70,8 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --seed -1
         run --batch 8,,16
         run --budget lots
+        run --budget 40
+        recommend --budget two
         run --mem-fraction 0
         run --max-batch 0
         run --steps -2
@@ -218,6 +220,7 @@ TYPED = {
     "run --norm-eps nan": "--norm-eps 1e-5",
     "run --learning-rate 0": "--learning-rate 3e-4",
     "run --budget lots": "--budget 40GiB",
+    "run --budget 40": "--budget 40GiB",
     "run --loss chunked:0": "--loss chunked",
     "run --headroom 1": "--headroom 0.02",
     "run --objective batch": "--policy auto",

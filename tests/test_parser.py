@@ -11,8 +11,7 @@ from jaxremat.cli.command import COMMANDS
 from jaxremat.cli.main import main
 from jaxremat.cli.parser import parse_argv
 from jaxremat.errors import UsageError
-from jaxremat.session.fields import converted, flags_of, whole_numbers
-from jaxremat.units import parse_bytes
+from jaxremat.session.fields import byte_size, flags_of, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Flags(Base):
     """A file."""
     share: float = 0.5
     """A share."""
-    budget: Annotated[int | None, Parameter(converter=converted(parse_bytes))] = None
+    budget: Annotated[int | None, Parameter(converter=byte_size)] = None
     """Bytes."""
     pairs: tuple[tuple[str, int], ...] = ()
     """Pairs."""
@@ -88,7 +87,8 @@ def test_values_have_their_types(line, values, module):
         (["--wdth", "3"], "--wdth"), (["--width"], "--width"), (["--width", "1.5"], "--width got '1.5'"),
         (["--width", "--verbose"], "--width"), (["--width", "9" * 5000], "--width"), (["--batch", "0"], "--batch"),
         (["--batch", "8,"], "--batch"), (["--batch"], "--batch"), (["--words"], "--words"), (["--kind", "three"], "--kind"),
-        (["--scan", "maybe"], "--scan"), (["--share", "x"], "--share"), (["--budget", "lots"], "lots"),
+        (["--scan", "maybe"], "--scan"), (["--share", "x"], "--share"), (["--budget", "lots"], "--budget got 'lots'"),
+        (["--budget", "40"], "--budget got '40'"),
         (["--budget="], "--budget has"), (["loose"], "loose"),
         (["--file="], "--file"), (["--file", "a", "--file", "b"], "--file"), (["--verbose=x"], "--verbose"),
         (["--hidden", "2"], "--hidden"), (["--pairs", "a"], "--pairs"), (["--inner.width", "2"], "--inner.width"), (["-x"], "-x"),

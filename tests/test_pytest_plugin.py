@@ -47,9 +47,9 @@ def test_tolerances_are_bytes_or_shares(tolerance: int | str, allowed: int):
     assert _bytes_of(tolerance)(1000) == allowed
 
 
-@pytest.mark.parametrize("tolerance", ["1 percent", "-3", "%", 0.01, -3, True, None])
+@pytest.mark.parametrize("tolerance", ["1 percent", "three percent", "40", "-3", "%", 0.01, -3, True, None])
 def test_another_tolerance_is_an_error_before_anything_is_compiled(tolerance: Any):
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="%"):
         _bytes_of(tolerance)
 
 

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.units import gib, parse_bytes
+from jaxremat.units import as_bytes, gib, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
         ("40GiB", 40 * 2**30), ("40 gib", 40 * 2**30), (" 40GIB ", 40 * 2**30), ("512MiB", 2**29), ("1KiB", 1024),
-        ("1TiB", 2**40), ("24GB", 24 * 10**9), ("1.5GiB", 3 * 2**29), (".5KiB", 512), ("1.KiB", 1024), ("1000", 1000),
+        ("1TiB", 2**40), ("24GB", 24 * 10**9), ("1.5GiB", 3 * 2**29), (".5KiB", 512), ("1.KiB", 1024), ("1000B", 1000),
         ("7B", 7), ("1kb", 1000), ("3MB", 3_000_000), ("1.9B", 1),
     ],
 )  # fmt: skip
@@ -29,6 +29,22 @@ def test_what_is_no_size(text):
         parse_bytes(text)
     assert repr(text) in caught.value.got
     assert parse_bytes(caught.value.next_step.split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("40", "40GiB"), (" 1.5 ", "1.5GiB"), ("1000", "1000GiB"), ("42949672960", "42949672960B"), ("0", "40GiB")],
+)
+def test_a_number_without_a_unit_is_a_question(text, meant):
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(text)
+    assert caught.value.next_step.strip("?").split()[-1] == meant
+    assert "a unit" in caught.value.allowed
+
+
+def test_a_number_in_python_is_bytes():
+    assert as_bytes(40) == 40
+    assert as_bytes("40GiB") == 40 * 2**30
 
 
 @pytest.mark.parametrize(

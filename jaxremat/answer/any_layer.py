@@ -30,7 +30,7 @@ from jaxremat.policy.spec import NOTHING, Policy, Rule
 from jaxremat.policy.stack import scan_layers
 from jaxremat.policy.state import is_linen
 from jaxremat.trial.budget import budget_on
-from jaxremat.units import gib, parse_bytes
+from jaxremat.units import as_bytes, gib
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.refusal import attention_refusals_explained
 
@@ -71,7 +71,7 @@ def plan(
         TargetError: the target's speed isn't known.
         UsageError: arguments that make no sense, or a layer whose result can't be the next layer's input.
     """
-    budget_bytes = None if budget is None else parse_bytes(str(budget))
+    budget_bytes = None if budget is None else as_bytes(budget)
     _check_layer(layer, args, num_layers, scan)
     on = target if isinstance(target, Target) else load_target(target)
     if budget_bytes is None:

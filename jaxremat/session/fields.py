@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from cyclopts import Parameter, Token
 
 from jaxremat.errors import UsageError, bad_value, flag_of, nearest
+from jaxremat.units import parse_bytes
 
 FlagsT = TypeVar("FlagsT")
 Converter = Callable[[Any, Sequence[Token]], Any]
@@ -167,6 +168,15 @@ def whole_numbers(upto: int, example: str) -> Converter:
         return tuple(dict.fromkeys(map(int, parts)))
 
     return convert
+
+
+def byte_size(_: Any, tokens: Sequence[Token]) -> int:
+    """The converter of a flag of a size in bytes, such as `40GiB`."""
+    _check_not_empty(tokens[0])
+    try:
+        return parse_bytes(tokens[0].value)
+    except UsageError as error:
+        raise bad_value(str(tokens[0].keyword), repr(tokens[0].value), error.allowed, error.next_step) from None
 
 
 def converted(read: Callable[[str], Any]) -> Converter:

@@ -19,8 +19,7 @@ from jaxremat.mesh.axes import MAX_DEVICES
 from jaxremat.policy.grammar import grammar
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.search.histogram import MAX_SEQ_LEN
-from jaxremat.session.fields import converted, whole_numbers
-from jaxremat.units import parse_bytes
+from jaxremat.session.fields import byte_size, converted, whole_numbers
 
 Words = tuple[str, ...]
 #: The preset that is taken where neither --model nor --hf is given.
@@ -124,7 +123,7 @@ class SharedFlags:
     Default: the target's, such as 400 a GPU of h100-80gb."""
     topology: Annotated[str | None, Parameter(metavar="AxB[xC]")] = None
     """How the chips of a slice of TPUs lie, such as 2x4. Default: the nearest to a square or a cube."""
-    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
+    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=byte_size)] = None
     """Bytes a step may use, such as 40GiB. Default: the allocator's limit, or --mem-fraction of a GPU that isn't here."""
     mem_fraction: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of the memory of a device that isn't here. Default: 0.75 of a GPU's, as JAX's allocator takes it, and all that
@@ -301,7 +300,7 @@ class RecommendFlags:
     """Policies of which the fastest counts. Default: auto, which plans."""
     price: Annotated[Path | None, Parameter(metavar="FILE.toml")] = None
     """What one device costs an hour, by the name of its target, such as h100-80gb = 2.50. No price is shipped."""
-    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=converted(parse_bytes))] = None
+    budget: Annotated[int | None, Parameter(metavar="SIZE", converter=byte_size)] = None
     """Bytes a step may use on each device, such as 40GiB. Default: --mem-fraction of its memory."""
     mem_fraction: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of a device's memory that a step may use. Default: as in jaxremat run."""

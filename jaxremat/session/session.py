@@ -40,7 +40,7 @@ from jaxremat.session.request import Auto, Frontier, Request, RequestedModel, Re
 from jaxremat.session.workloads import fitted, with_own_loss
 from jaxremat.trial.plan_file import PlanFile
 from jaxremat.trial.record import Record
-from jaxremat.units import parse_bytes
+from jaxremat.units import as_bytes
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.model import given_model
 
@@ -116,7 +116,7 @@ class Session:
             text = str(model)
             is_maxtext = "=" in text and ".py:" not in text
             named = {"hf" if text.endswith(".json") else "maxtext" if is_maxtext else "model": text}
-        bytes_of = None if budget is None else parse_bytes(str(budget))
+        bytes_of = None if budget is None else as_bytes(budget)
         flags = replace(_flags_from(options), target=target, mesh=mesh, budget=bytes_of, **named)
         given = None
         if not named:
