@@ -219,6 +219,15 @@ def error_of(*argv: str) -> UsageError:
     return caught.value
 
 
+@pytest.mark.parametrize(("name", "near"), [("qwen33", "'qwen3'"), ("lama", "'llama'"), ("zzz", "")])
+def test_a_misspelt_family_is_a_question(name, near, given):
+    with pytest.raises(UsageError) as caught:
+        hf_config(given(model_type=name))
+    assert ("did you mean" in caught.value.next_step) == bool(near)
+    assert near in caught.value.next_step
+    assert "--model FILE.py:ATTR" in caught.value.next_step
+
+
 def test_files_that_are_no_config_are_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "no.json"):
         assert f"--hf {str(path)!r}" in error_of("--hf", str(path)).got

@@ -126,10 +126,11 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     found = _json(file)
     name = found.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
+        near, as_code = nearest(str(name or ""), FAMILIES), "give the model as code of your own: --model FILE.py:ATTR"
         raise UsageError(
             f"{file} has model_type {name!r}" if "model_type" in found else f"{file} has no model_type",
             allowed=", ".join(FAMILIES),
-            next_step="give the model as code of your own: --model FILE.py:ATTR",
+            next_step=f"{near} Else {as_code}" if near else as_code,
         )
     family = FAMILIES[name]
     _check_head(file, found)
