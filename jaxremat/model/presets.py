@@ -13,6 +13,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxremat.config import ModelConfig
@@ -92,6 +93,13 @@ def preset(name: str) -> Preset:
     Raises:
         UsageError: there is no such preset. The message names the nearest one.
     """
+    if name.endswith(".py"):
+        raise UsageError(
+            f"model {name!r} names a file, and no function in it",
+            allowed="FILE.py:ATTR, where ATTR is a jaxremat.Workload or a function that makes one",
+            cause="" if Path(name).is_file() else "there is no such file from this folder",
+            next_step=f"write it like --model {name}:workload",
+        )
     if name not in PRESETS:
         raise UsageError(
             f"unknown model {name!r}", allowed=", ".join(PRESETS), next_step=nearest(name, PRESETS) or "see --list models"
