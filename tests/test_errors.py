@@ -52,6 +52,11 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --batch --json
         run --model gtp2
         run --model 7777
+        run --model tests/user_files.py
+        run --model nope.py
+        run --page x.html
+        recommend --mesh fsdp=8
+        train --out x
         run --num-kv-heads 3
         run --positions rope --head-dim 15
         run --positions rope --rotary-fraction 0.2
@@ -266,7 +271,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 #: The flags that a next step may name beside those of one command: of every command, and of sbatch.
-MORE_FLAGS = {"--help", "--array"}
+MORE_FLAGS = {"--help", "--help-all", "--array"}
 #: Lists in messages that are generated from the package, by what stands for them in the snapshot.
 LISTS = {
     "{models}": ", ".join(PRESETS),

@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import functools
 import io
 import logging
 import os
@@ -15,7 +16,7 @@ from jaxremat.cli.help import HELP, HELP_ALL
 from jaxremat.cli.machine.blame import blamed
 from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.parser import parse_argv
-from jaxremat.cli.project import project_words
+from jaxremat.cli.project import commands_with, project_words
 from jaxremat.errors import JaxrematError
 from jaxremat.policy.offload import only_our_compiles
 from jaxremat.session.flags import COMMON_FLAGS, StepFlags
@@ -72,7 +73,8 @@ def parse_flags(kind: type[FlagsT], argv: Sequence[str], name: str = "run") -> F
         if words := project_words(kind, arguments, name, [*COMMANDS]):
             print(f"jaxremat: pyproject.toml has {' '.join(words)}", file=sys.stderr)
         arguments += words
-    flags = parse_argv(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others)
+    whose = functools.partial(commands_with, commands=[*COMMANDS] if others else [])
+    flags = parse_argv(kind, arguments, prog, common=COMMON_FLAGS, epilogue=others, whose=whose)
     check_apart(*named_files(flags))
     return flags
 

@@ -6,7 +6,7 @@ Cyclopts splits the arguments. Its errors become a `UsageError`.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
@@ -25,7 +25,13 @@ from jaxremat.session.fields import Flag, FlagsT, filled, flags_of
 
 
 def parse_argv(
-    kind: type[FlagsT], argv: Sequence[str], prog: str, *, common: Sequence[str] = (), epilogue: str = ""
+    kind: type[FlagsT],
+    argv: Sequence[str],
+    prog: str,
+    *,
+    common: Sequence[str] = (),
+    epilogue: str = "",
+    whose: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> FlagsT:
     """The flags that `argv` gives. `--help` and `--help-all` print the help and exit with 0.
 
@@ -35,6 +41,7 @@ def parse_argv(
         prog: the command's name in its help.
         common: the names of the fields that `--help` shows. Without any it shows all.
         epilogue: the last lines of the help.
+        whose: the other commands that have a flag, by its field.
 
     Raises:
         UsageError: an argument isn't a flag, or a value isn't allowed.
@@ -49,7 +56,7 @@ def parse_argv(
     except CycloptsError as error:
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None
-        raise _usage_error(error, flags, prog) from None
+        raise _usage_error(error, flags, prog, whose) from None
     given = bound.arguments
     if missing := next((flag for flag in flags if flag.required and flag.field not in given), None):
         raise UsageError(f"{missing.name} is required", next_step=_written(missing))
@@ -77,13 +84,18 @@ def _written(flag: Flag) -> str:
     return f"write it like {flag.name} {flag.parameter.metavar or 'VALUE'}"
 
 
-def _usage_error(error: CycloptsError, flags: Sequence[Flag], prog: str) -> UsageError:
+def _usage_error(
+    error: CycloptsError, flags: Sequence[Flag], prog: str, whose: Callable[[str], Sequence[str]]
+) -> UsageError:
     """An error of the parser in our form."""
     flag = (error.argument.name if error.argument else "") or ""
     match error:
         case UnknownOptionError():
             word = error.token.keyword or error.token.value
             see = f"{prog} {HELP_ALL} lists the flags"
+            if others := whose(word.partition("=")[0].lstrip("-").replace("-", "_")):
+                allowed = f"{word} with jaxremat {', '.join(others)}"
+                return UsageError(f"{prog} has no flag {word}", allowed=allowed, next_step=f"leave it out; {see}")
             return UsageError(f"unknown flag {word}", next_step=nearest(word, [one.name for one in flags]) or see)
         case UnusedCliTokensError():
             word = (error.unused_tokens or [""])[0]

@@ -11,6 +11,7 @@ The file is the one of the current folder, or of the nearest folder above it. A 
 """
 
 import importlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def project_words(
     own = {_field(key): value for key, value in of_command.get(name, {}).items()}
     defaults = {_field(key): value for key, value in common.items()} | own
     if unknown := next(
-        (key for key in defaults if key not in flags and not (key not in own and _is_known(key, commands))), None
+        (key for key in defaults if key not in flags and not (key not in own and commands_with(key, commands))), None
     ):
         raise _unknown(path, f"{unknown} in [{_TABLE}]", unknown, [*flags])
     typed = {flag.field for flag in flags.values() if _is_typed(flag, argv)}
@@ -96,16 +97,15 @@ def _is_typed(flag: Flag, argv: Sequence[str]) -> bool:
     return any(word.partition("=")[0].replace("_", "-") in names for word in argv)
 
 
-def _is_known(field: str, commands: Sequence[str]) -> bool:
-    """Whether another command has the flag."""
-    kinds = (importlib.import_module(f"jaxremat.cli.{command}") for command in commands)
-    return any(
-        field == flag.field
-        for module in kinds
-        for kind in vars(module).values()
-        if isinstance(kind, type) and kind.__name__.endswith("Flags")
-        for flag in flags_of(kind)
-    )
+def commands_with(field: str, commands: Sequence[str]) -> list[str]:
+    """Those of `commands` that have a flag."""
+    return [command for command in commands if any(field == flag.field for flag in flags_of(_kind_of(command)))]
+
+
+def _kind_of(command: str) -> type:
+    """The dataclass of a command's flags, such as `ExplainFlags` in `cli/explain.py`."""
+    found = vars(importlib.import_module(f"jaxremat.cli.{command}"))
+    return next(kind for name, kind in found.items() if re.fullmatch(f"{command}(run)?flags", name.lower()))
 
 
 def _unknown(path: Path, got: str, name: str, known: Sequence[str]) -> UsageError:
