@@ -50,6 +50,17 @@ def loss_with_key(params, batch, key):
     return jnp.mean((x - batch["y"]) ** 2), {"first": x[0, 0], "count": params["count"]}
 
 
+def test_a_loss_without_layers_has_flags_as_its_next_step():
+    params = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
+    made = jaxremat.Workload(loss=lambda params, x: jnp.sum(x @ params["w"]), params=params, batch=shapes(2)["x"])
+    factory = factory_of(made)
+    assert factory.checked(parse("none"), TRAIN) == parse("none")
+    with pytest.raises(UsageError, match="no repeated layers") as caught:
+        factory.checked(parse("dots"), TRAIN)
+    assert "--layers 'layer_*'" in caught.value.next_step
+    assert "--policy none" in caught.value.next_step
+
+
 def shapes(batch):
     x = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
     return {"x": x, "y": x}

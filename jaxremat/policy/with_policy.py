@@ -170,10 +170,14 @@ def _looked_at(level: Level, layers: Patterns) -> tuple[str, ...]:
     )
 
 
-def _nothing_found(level: Level, layers: Sequence[str]) -> UsageError:
+class NoLayersError(UsageError):
+    """No layers were found in a function, or none match the patterns."""
+
+
+def _nothing_found(level: Level, layers: Sequence[str]) -> NoLayersError:
     got = f"no layers match {', '.join(map(repr, layers))}" if layers else "no repeated layers were found"
     left = dict.fromkeys(part.line() for inner, _ in level.levels() for part in inner.left_alone)
-    return UsageError(
+    return NoLayersError(
         got,
         cause="; ".join((*_looked_at(level, layers), *left)),
         allowed="layers in a lax.scan, in jax.checkpoint, in scopes with numbers, or repeated as they are",

@@ -24,12 +24,17 @@ from jaxremat.policy.found import FoundLayers
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
 from jaxremat.policy.tree import combine, path_text
-from jaxremat.policy.with_policy import find_layers, layers_in
+from jaxremat.policy.with_policy import NoLayersError, find_layers, layers_in
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.samples import Growth, growth
 from jaxremat.workload.trainable import Narrowed
 from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
+
+_WITHOUT_LAYERS = (
+    "--policy none; or write jax.named_scope(f'layer_{i}') around each layer, and name them: --layers 'layer_*', "
+    "or layers='layer_*' in the Workload"
+)
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,12 @@ class WorkloadFactory:
             return workload.own_layers.checked(policy, mesh)
         if workload.loss is not None:
             with self._tracing(workload.mesh):
-                jax.eval_shape(workload.loss_with(policy), *workload.loss_args)  # the policy is checked while it is traced
+                try:
+                    jax.eval_shape(
+                        workload.loss_with(policy), *workload.loss_args
+                    )  # the policy is checked while it is traced
+                except NoLayersError as error:
+                    raise error.with_next_step(_WITHOUT_LAYERS) from None
         return policy
 
     @functools.cached_property
