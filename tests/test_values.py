@@ -98,7 +98,10 @@ def repr_of(value: object) -> str:
         *(("model_flops", value) for value in (-1.0, float("nan"), "many")),
         *(("optimizer", value) for value in ("adam", optax.adamw, 5)),
         *(("layers", value) for value in (5, ["blocks_*"], ("blocks_*", 5))),
-        *((name, 5) for name in ("logical_axes", "matrix_axes", "init", "batches", "name", "joined_microbatches")),
+        *(
+            (name, 5)
+            for name in ("logical_axes", "matrix_axes", "init", "batches", "name", "joined_microbatches", "samples")
+        ),
         ("params", {"w": jax.ShapeDtypeStruct(("four", 4), jnp.float32)}),
     ],
     ids=repr_of,

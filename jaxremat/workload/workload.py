@@ -537,6 +537,12 @@ def _check_values(workload: Workload) -> None:
             "a jax.sharding.Mesh",
             "mesh=jax.sharding.Mesh(np.reshape(devices, (2, 4)), ('data', 'model')), with the keyword devices of your function",
         )
+    if not isinstance(workload.samples, Samples | None):
+        raise _bad_workload(
+            f"samples={workload.samples!r}",
+            "a jaxremat.workload.samples.Samples",
+            "leave it out: samples are what grows with the keyword batch of your function",
+        )
     if not isinstance(workload.joined_microbatches, bool):
         raise _bad_workload(
             f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False"
