@@ -110,6 +110,7 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --lengths /nope
         run --mesh fsdp=eight
         run --mesh fspd=8
+        run --mesh ici_fdsp_parallelism=8
         run --mesh fsdp=8 --global-batch 12
         run --mesh fsdp=2,tensor=8
         run --list shardings
@@ -180,6 +181,8 @@ REJECTED: dict[type[JaxrematError], str] = {
     """,
     UnknownPolicyError: """
         run --policy dotts
+        run --policy remat_policy=full
+        run --policy remat_policy:full
         run --policy Dots
         run --policy zzzzqq
         run --policy save:context+dotz
@@ -237,6 +240,7 @@ TYPED = {
     "run --seq-len 64,32 --list names": "--seq-len 64",
     "run --xla-remat --policy auto": "--policy none",
     "run --policy dotts": "--policy dots",
+    "run --policy remat_policy=full": "--policy full",
     "run --policy one-in:3": "--policy one-in:2",
     "run --policy attention": "--policy nothing+attention",
     "run --target h100": "--target h200",

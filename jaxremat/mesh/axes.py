@@ -299,7 +299,7 @@ def _axis_sizes(text: str) -> tuple[dict[str, int], int]:
         if axis in _OTHERS and size == 1:
             continue
         if axis not in AXES:
-            raise _unknown_axis(axis)
+            raise _unknown_axis(name, axis)
         known = sizes.get(axis, 1)
         if axis in sizes and (not match or -1 in (size, known)):
             raise _bad_mesh(f"--mesh {text} has the axis {axis} twice", "each axis once", _EXAMPLE)
@@ -327,7 +327,8 @@ def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dic
     return sizes | {rest[0]: devices // others}
 
 
-def _unknown_axis(axis: str) -> UsageError:
+def _unknown_axis(name: str, axis: str) -> UsageError:
+    """The error of an axis that isn't known, as it was typed and without what MaxText writes around it."""
     allowed = "; ".join(f"{name} divides {what}" for name, what in AXES.items())
     if axis in _OTHERS:
         return UsageError(
@@ -336,7 +337,9 @@ def _unknown_axis(axis: str) -> UsageError:
             cause=f"shardings over {axis} aren't there yet",
             next_step=_EXAMPLE,
         )
-    return UsageError(f"--mesh got the axis {axis!r}", allowed=allowed, next_step=nearest(axis, AXES) or _EXAMPLE)
+    place, _, _ = name.partition("_")
+    known = [f"{place}_{one}_parallelism" for one in AXES] if place in ("ici", "dcn") else AXES
+    return UsageError(f"--mesh got the axis {name!r}", allowed=allowed, next_step=nearest(name, known, 1) or _EXAMPLE)
 
 
 def _bad_mesh(got: str, allowed: str, next_step: str) -> UsageError:

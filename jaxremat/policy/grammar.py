@@ -40,6 +40,8 @@ JAX_ALIASES = {name: kind for kind, name in JAX_RULES.items()}
 JAX_ALIASES |= {"checkpoint_dots": "dots", "checkpoint_dots_with_no_batch_dims": "dots-no-batch"}
 ALIASES = JAX_ALIASES | MAXTEXT_ALIASES
 
+#: A line of MaxText's config, such as `remat_policy: full`.
+_OF_MAXTEXT = re.compile(r"remat_policy\s*[:=]\s*['\"]?(\w+)['\"]?")
 _NAME_LISTS = ("save", "offload")
 #: The next step for words that are near a policy and none.
 _HINTS = {
@@ -150,7 +152,10 @@ def _names(terms: list[str], text: str) -> Names:
 
 def _unknown_policy(term: str, text: str) -> UnknownPolicyError:
     where = f"policy {text!r}" if term == text else f"policy {term!r} in {text!r}"
-    word = re.split("[:(]", term)[0]
+    of_maxtext = _OF_MAXTEXT.fullmatch(term)
+    word = of_maxtext[1] if of_maxtext else re.split("[:(]", term)[0]
+    if of_maxtext and word in (*RULES, *ALIASES):
+        return UnknownPolicyError(f"unknown {where}", allowed=f"{word} alone", next_step=f"did you mean {word!r}?")
     words = dict.fromkeys(form.pattern.partition(":")[0] for form in forms() if form.pattern[0].islower())
     first = [form.example for form in forms() if form.pattern.startswith(f"{word}:")]
     return UnknownPolicyError(
