@@ -328,7 +328,7 @@ def _filled(sizes: dict[str, int], devices: int | None, text: str | None) -> dic
 
 
 def _unknown_axis(name: str, axis: str) -> UsageError:
-    """The error of an axis that isn't known, as it was typed and without what MaxText writes around it."""
+    """The error of an axis that isn't known, with its name as it was typed."""
     allowed = "; ".join(f"{name} divides {what}" for name, what in AXES.items())
     if axis in _OTHERS:
         return UsageError(
