@@ -81,6 +81,8 @@ def test_other_programs_have_no_defaults(project: Path):
         "[tool.jaxremat]\npolicy = []",
         "[tool]\njaxremat = 3",
         "[tool.jaxremat\n",
+        "[tool.jaxrmat]\ntarget = 'h200'",
+        "[tool.jax-remat.run]\ntarget = 'h200'",
         "[tool.jaxremat]\nseq-len = 'long'",
     ],
 )

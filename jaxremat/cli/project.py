@@ -10,6 +10,7 @@
 The file is the one of the current folder, or of the nearest folder above it. A flag of the command line wins.
 """
 
+import difflib
 import importlib
 import re
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from jaxremat.session.fields import Flag, flags_of
 from jaxremat.system.files import parse_toml
 
 _FILE, _TABLE = "pyproject.toml", "tool.jaxremat"
+#: The names of the tools that a file has tables of.
+_TOOLS = re.compile(r"^\s*\[tool\.([\w-]+)", re.MULTILINE)
 #: Flags of which a command takes one.
 _ONE_OF = ("model", "hf", "maxtext")
 #: By a typed flag, the default that it stands in for: a task of an array job submits no job.
@@ -76,6 +79,8 @@ def _table_at(folder: Path) -> tuple[Path | None, dict[str, Any]]:
             continue
         except (OSError, ValueError):
             return None, {}  # another tool's to say
+        if near := next((name for name in _TOOLS.findall(content) if _is_misspelt(name)), None):
+            raise UsageError(f"{path} has [tool.{near}], which isn't known", next_step=f"did you mean [{_TABLE}]?")
         if "jaxremat" not in content:
             return None, {}
         try:
@@ -86,6 +91,11 @@ def _table_at(folder: Path) -> tuple[Path | None, dict[str, Any]]:
             raise UsageError(f"{path} has no table [{_TABLE}]: {table!r}", next_step=f"[{_TABLE}] and a line for each flag")
         return (path, table) if table else (None, {})
     return None, {}
+
+
+def _is_misspelt(name: str) -> bool:
+    """Whether a tool's name is nearly ours."""
+    return name != "jaxremat" and difflib.SequenceMatcher(None, name, "jaxremat").ratio() > 0.85
 
 
 def _field(key: str) -> str:
