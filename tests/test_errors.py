@@ -74,6 +74,7 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --weight-decay -1
         run --seed -1
         run --batch 8,,16
+        train --batch 0
         run --budget lots
         run --budget 40
         recommend --budget two
@@ -88,6 +89,7 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --headroom 1
         run --headroom 0.1 --budget 1GiB
         run --policy plan:/nope
+        run --policy plan:
         run --policy plan:{dir}/toml
         run --objective batch
         run --policy nothing --explain-plan
@@ -181,6 +183,7 @@ REJECTED: dict[type[JaxrematError], str] = {
     """,
     UnknownPolicyError: """
         run --policy dotts
+        explain --policy dots,nothing
         run --policy remat_policy=full
         run --policy remat_policy:full
         run --policy Dots

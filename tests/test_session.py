@@ -76,7 +76,8 @@ def test_what_a_session_answers_of_a_workload_of_ones_own():
     ("model", "options", "named"),
     [
         ("tiny", {"num_layrs": 3}, "num_layrs"), ("tiny", {"num_layers": "3"}, "num_layers"), (3, {}, "int"),
-        ("tiny", {"budget": "lots"}, "lots"), ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
+        ("tiny", {"budget": "lots"}, "lots"), ("tiny", {"budjet": "1GiB"}, "budjet"),
+        ("tinny", {}, "tinny"), ("tiny", {"policy": "dots"}, "policy"),
         ("tiny", {"optimizer": "adm"}, "optimizer"), ("nowhere.json", {}, "nowhere.json"),
         (squares, {"seq_len": 64}, "seq_len"), (squares, {"num_layers": 3}, "num_layers"), ("tiny", {"fresh": True}, "fresh"),
         ("tiny", {"buckets": 3}, "buckets"), ("tiny", {"frontier": True}, "frontier"), (lambda: None, {}, "None"),

@@ -156,6 +156,13 @@ def _unknown_policy(term: str, text: str) -> UnknownPolicyError:
     word = of_maxtext[1] if of_maxtext else re.split("[:(]", term)[0]
     if of_maxtext and word in (*RULES, *ALIASES):
         return UnknownPolicyError(f"unknown {where}", allowed=f"{word} alone", next_step=f"did you mean {word!r}?")
+    if "," in term and not {*":("} & {*term}:
+        several = " ".join(part.strip() for part in term.split(","))
+        return UnknownPolicyError(
+            f"unknown {where}",
+            allowed=f"{_allowed()}, one each",
+            next_step=f"several policies have blanks between them: {several}",
+        )
     words = dict.fromkeys(form.pattern.partition(":")[0] for form in forms() if form.pattern[0].islower())
     first = [form.example for form in forms() if form.pattern.startswith(f"{word}:")]
     return UnknownPolicyError(

@@ -163,7 +163,8 @@ def whole_numbers(upto: int, example: str) -> Converter:
         for digits in parts:
             if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(upto)) and 1 <= int(digits) <= upto):
                 flag = str(tokens[0].keyword)
-                like = f"write it like {flag} {example.partition(',')[0]} or {flag} {example}"
+                examples = dict.fromkeys((example.partition(",")[0], example))
+                like = f"write it like {' or '.join(f'{flag} {one}' for one in examples)}"
                 raise bad_value(flag, repr(",".join(parts)), f"whole numbers from 1 to {upto:,}", like)
         return tuple(dict.fromkeys(map(int, parts)))
 

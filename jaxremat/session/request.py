@@ -409,6 +409,8 @@ def _policy(text: str, flags: StepFlags, model: Model) -> Policy | Auto | PlanFi
 
     A plan chooses among the losses and layouts of the model, unless flags say them.
     """
+    if text == "plan:":
+        raise UsageError("--policy plan: names no file", allowed="plan:FILE", next_step="the file that --save-plan wrote")
     if text.startswith("plan:"):
         return load_plan(text.removeprefix("plan:"))
     if text != "auto":

@@ -408,7 +408,8 @@ def _flags_from(options: dict[str, Any]) -> RunFlags:
     if unknown := [name for name in options if name not in known]:
         raise UsageError(
             f"Session got {unknown[0]}={options[unknown[0]]!r}",
-            next_step=nearest(unknown[0], known) or "jaxremat run --help-all lists the flags, which are the names",
+            next_step=nearest(unknown[0], [*known, "model", "target", "mesh", "budget"])
+            or "jaxremat run --help-all lists the flags, which are the names",
         )
     values = dict[tuple[str, ...], Any]()
     for name, value in options.items():
