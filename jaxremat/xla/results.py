@@ -95,7 +95,7 @@ class _Stored:
 def is_size(text: str) -> bool:
     """Whether `text` says how many bytes the store may take."""
     with contextlib.suppress(UsageError):
-        return text == "0" or parse_bytes(text) > 0
+        return text == "0" or parse_bytes(text, needs_unit=False) > 0
     return False
 
 
@@ -272,4 +272,4 @@ def _size() -> int:
     text = os.environ.get(SIZE, DEFAULT_SIZE)
     if not is_size(text):
         raise UsageError(f"{SIZE}={text} isn't a size", allowed="a size such as 2GiB, or 0", next_step=f"unset {SIZE}")
-    return 0 if text == "0" else parse_bytes(text)
+    return 0 if text == "0" else parse_bytes(text, needs_unit=False)
