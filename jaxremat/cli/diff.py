@@ -132,10 +132,11 @@ def _stored(place: str) -> "list[Record]":
     try:
         found = _records_of(text)
     except (ValueError, JaxrematError) as error:
+        got = error.got if isinstance(error, JaxrematError) else str(error)
         raise UsageError(
-            f"{place} has a line that is no record: {error}",
+            f"{place} has a line that is no record: {got}",
             allowed="two stores of records",
-            next_step="the file that --out wrote",
+            next_step="give the file that --out of run, explain or sweep wrote",
         ) from None
     from jaxremat.trial.difference import is_compared
 
