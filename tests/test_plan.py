@@ -400,7 +400,7 @@ def test_an_odd_candidate_alone_changes_no_price():
 def test_many_small_steps_are_grouped(budget, policy):
     """Where the inputs of all steps don't fit, the residuals of a group of steps may. That computes a step once less."""
     num_steps, input_bytes, residual_bytes = 400, 20, sum(BYTES.values())
-    of_groups = {GROUPS: 20 * residual_bytes + 20 * input_bytes, SPARSE: 40 * input_bytes}
+    of_groups: dict[Policy, int] = {GROUPS: 20 * residual_bytes + 20 * input_bytes, SPARSE: 40 * input_bytes}
 
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         num_bytes = of_groups.get(policy, num_steps * input_bytes)

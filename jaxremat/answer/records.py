@@ -169,7 +169,7 @@ def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
     """The plan in the framework of a user's own model.
 
     There are no lines where the layers are of several kinds and their policies differ. Nor are there for groups of layers that
-    run in a loop: it would have to be split.
+    run in a scan, which would have to be split.
     """
     workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
     several = found.policy.recomputes_groups or len(found.policy.layer_policies) > 1

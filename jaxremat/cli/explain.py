@@ -143,7 +143,10 @@ def show_memory(request: Request[ExplainFlags]) -> int:
 
 
 def with_what_fits(shown: "Sequence[tuple[ExplainRecord, PageInput]]") -> "list[PageInput]":
-    """The pages of steps, and on those that don't fit which of the others do, of the same batch if any."""
+    """The pages of steps.
+
+    Those of steps that don't fit say which of the others do, of the same batch if any.
+    """
     fitting = [(row, page) for row, page in shown if row.fits and not row.error]
     pages = list["PageInput"]()
     for row, page in shown:
@@ -153,7 +156,9 @@ def with_what_fits(shown: "Sequence[tuple[ExplainRecord, PageInput]]") -> "list[
 
 
 def in_place_of(row: "ExplainRecord", other: "ExplainRecord", step_s: float) -> "SuggestionRecord":
-    """Another step of the command, which fits, as a suggestion in place of `row`: the flags that differ, to paste."""
+    """Another step of the command, which fits, as a suggestion in place of `row`.
+
+    It has the flags that differ, to paste."""
     from jaxremat.trial.record import SuggestionRecord, picked
 
     flags = {"--policy": "requested_policy", "--batch": "batch", "--xla-preset": "xla_preset"}

@@ -153,9 +153,9 @@ def on_mesh(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def parts_of(axis: str, size: int) -> int:
-    """The number of parts that the traced mesh divides a dimension into, given its logical axis and size.
+    """The number of parts that the traced mesh divides a dimension into.
 
-    1 without a mesh, and where the mesh doesn't divide it evenly.
+    It is 1 without a mesh, and where the mesh doesn't divide it evenly.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes_in(divided_by(mesh, (size,), (axis,))))

@@ -385,7 +385,7 @@ class Search:
         return self._corrections(place).at_peak(layer, decision, saved, num_layers)
 
     def _of_least_bytes(self) -> Proposal | None:
-        """Where no batch is expected to fit: the policies of the least bytes, at the smallest one, until one fits."""
+        """The policies of the least bytes, at the smallest batch, where none is expected to fit."""
         if self.scanned or self.best():
             return None
         batch = self.batches[0]
@@ -396,9 +396,10 @@ class Search:
         return None
 
     def _has_small_groups(self, batch: int) -> bool:
-        """Whether the residuals of a group of layers and the inputs of all groups take fewer bytes than the inputs of all layers.
+        """Whether `every:sqrt` is expected to take fewer bytes than `nothing`.
 
-        So it is with the many small steps of a loop over time. Each step is then computed twice, as under `nothing`, where
+        It has the residuals of one group of layers and the inputs of all groups, and `nothing` the inputs of all layers. It takes
+        fewer with the many small steps of a loop over time. Each step is then computed twice, as under `nothing`, where
         `every:sqrt+nothing` computes it three times.
         """
         layer, num_layers = self.layer_at(batch), self.steps.num_layers

@@ -205,6 +205,9 @@ def error_kind(error: Exception) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text. That of another library is cut off after 300 characters."""
+    """The first line of an error's text.
+
+    That of another library is cut off after 300 characters.
+    """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line if isinstance(error, JaxrematError) else line[:300]

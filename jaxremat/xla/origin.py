@@ -188,7 +188,10 @@ def _first_reader(computation: hlo.Computation, instruction: hlo.Instruction) ->
 
 
 def _scope_beside(reader: hlo.Instruction) -> str:
-    """The scope of a call beside the operation that reads it: `layer_0/custom-call` beside `layer_0/mul`."""
+    """The scope of a call beside the operation that reads it.
+
+    It is `layer_0/custom-call` beside `layer_0/mul`.
+    """
     return f"{reader.op_name.rpartition('/')[0]}/custom-call"
 
 
