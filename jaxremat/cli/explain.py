@@ -158,7 +158,8 @@ def with_what_fits(shown: "Sequence[tuple[ExplainRecord, PageInput]]") -> "list[
 def in_place_of(row: "ExplainRecord", other: "ExplainRecord", step_s: float) -> "SuggestionRecord":
     """Another step of the command, which fits, as a suggestion in place of `row`.
 
-    It has the flags that differ, to paste."""
+    It has the flags that differ, to paste.
+    """
     from jaxremat.trial.record import SuggestionRecord, picked
 
     flags = {"--policy": "requested_policy", "--batch": "batch", "--xla-preset": "xla_preset"}
