@@ -166,6 +166,30 @@ def test_the_code_takes_the_bytes_of_the_policy(h100):
         assert got == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.full
+def test_the_code_of_a_scan_s_body_takes_the_bytes_of_the_policy(h100):
+    """It has no barriers, as `with_policy` has none there. A policy of several layers has no code."""
+
+    def loss(code: str, ws: jax.Array, x: jax.Array) -> jax.Array:
+        layer = pasted(code, layer=lambda w, x: x + checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T, jax=jax)["layer"]
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0] ** 2)
+
+    args = jax.ShapeDtypeStruct((NUM, WIDTH, 64), jnp.float32), jax.ShapeDtypeStruct((2**16, WIDTH), jnp.float32)
+    code = as_code("save:hidden", "jax", in_scan=True)
+    assert "prevent_cse=False" in code
+    want, got = (
+        lower_and_compile(jax.grad(one), args, h100).memory.total_bytes
+        for one in (jaxremat.with_policy(functools.partial(loss, ""), "save:hidden"), functools.partial(loss, code))
+    )
+    assert got == want
+    assert code_for(parse("save:hidden"), NUM, functools.partial(loss, ""), *args, in_scan=True) == tuple(code.splitlines())
+    assert code_for(parse("every:2"), NUM, functools.partial(loss, ""), *args, in_scan=True) == ()
+    for framework in ("linen", "nnx", "equinox"):
+        assert "prevent_cse=False" in as_code("dots", framework, in_scan=True)
+    with pytest.raises(UsageError, match="one body"):
+        as_code("every:2", "jax", NUM, in_scan=True)
+
+
 def test_groups_of_linen_s_modules_are_jaxremat_s_own_layers():
     assert as_code("every:2", "linen", NUM) == 'layers = jaxremat.Layers(Block(...), num_layers=4, policy="every:2")'
 

@@ -168,16 +168,15 @@ def _sources(names: Iterable[WrittenName]) -> dict[str, str]:
 def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
     """The plan in the framework of a user's own model.
 
-    There are no lines where the layers are of several kinds and their policies differ. Nor are there for groups of layers that
-    run in a scan, which would have to be split.
+    There are no lines where the layers are of several kinds and their policies differ.
     """
     workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
     several = found.policy.recomputes_groups or len(found.policy.layer_policies) > 1
     layers = planned.trials.factory.found
     in_scan = layers is not None and any(one.in_scan for one in layers.kinds)
-    if found.loss != OWN_LOSS or not workload.loss or (several and (others or in_scan)):
+    if found.loss != OWN_LOSS or not workload.loss or (several and others):
         return ()
-    return code_for(found.policy, kind.num_layers, workload.loss, *workload.loss_args)
+    return code_for(found.policy, kind.num_layers, workload.loss, *workload.loss_args, in_scan=in_scan)
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:

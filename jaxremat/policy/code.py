@@ -31,7 +31,7 @@ _MODULES: dict[str, Framework] = {"flax.linen": "linen", "flax.nnx": "nnx", "equ
 _BEFORE = {"jax": "", "linen": "", **dict.fromkeys(("nnx", "equinox"), "call = lambda block, x: block(x)")}
 
 
-def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> str:
+def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, in_scan: bool = False) -> str:
     """A policy as Python code, of a line or a few.
 
     The code wraps one layer: `layer(params, x)` with JAX alone, the class `Block` of Linen, and `call(block, x)` for the
@@ -43,13 +43,16 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
         policy: a `Policy` or its text.
         framework: `jax`, `linen`, `nnx`, `equinox` or `maxtext`.
         num_layers: the number of layers, for policies of several.
+        in_scan: whether the layer is the body of a scan (`jax.lax.scan`, `nn.scan`). Its checkpoint then takes
+            `prevent_cse=False`: XLA can't merge the recompute of a loop with its forward pass, and barriers prevent fusions.
 
     Returns:
         The code. Empty for `none` and `own`, which wrap nothing.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers.
-        UsageError: an unknown framework, or a policy that MaxText's config can't say.
+        UsageError: an unknown framework, a policy that MaxText's config can't say, or a policy of several layers in a scan, which
+            would have to be split.
     """
     policy = as_policy(policy)
     if framework not in get_args(Framework):
@@ -57,11 +60,14 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
     if framework == "maxtext":
         return "\n".join(_maxtext_lines(policy))
     group = policy.layers(num_layers)
+    if in_scan and _is_of_several(policy, num_layers):
+        raise UsageError(f"a scan has one body, and {policy} is of several layers", next_step="with_policy splits the scan")
     if all(one.is_none for one in group) and not policy.recomputes_groups:
         return ""
     if policy.recomputes_groups and framework == "linen":  # a group of Linen's modules would be a module of its own
         return f'layers = jaxremat.Layers(Block(...), num_layers={num_layers}, policy="{policy}")'
     target, wrapped, called = _WRAPPED[framework]
+    wrapped = wrapped.replace("policy=", "prevent_cse=False, policy=") if in_scan else wrapped
     lines = [_BEFORE[framework]] if _BEFORE[framework] else []
     if policy.recomputes_groups:
         one = target if group[0].is_none else wrapped.format(target, group[0].expression())
@@ -82,6 +88,10 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1) -> 
     return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
 
 
+def _is_of_several(policy: Policy, num_layers: int) -> bool:
+    return policy.recomputes_groups or len(policy.layers(num_layers)) > 1
+
+
 def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
     lines = config_lines(policy, dict.fromkeys(sorted(MAXTEXT_NAMES), "remat"))
     if lines is None:
@@ -93,11 +103,14 @@ def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
     return lines
 
 
-def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+def code_for(
+    policy: Policy, num_layers: int, function: Callable[..., Any], *args: Any, in_scan: bool = False
+) -> tuple[str, ...]:
     """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
     traces, or else `jax`. There are no lines where the policy has names that the author didn't write: nobody could paste them.
+    Nor are there for a policy of several layers in a scan, which would have to be split.
     For a loss of Flax NNX and the policy `dots`:
 
         call = lambda block, x: block(x)
@@ -108,7 +121,10 @@ def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *arg
         num_layers: the number of layers.
         function: the loss, without a policy.
         *args: its arguments, arrays or shapes.
+        in_scan: whether the layers run in a scan.
     """
+    if in_scan and _is_of_several(policy, num_layers):
+        return ()
     program = jax.make_jaxpr(function)(*args)
     if not {*policy.names()} <= {*all_written_names(program.eqns)}:
         return ()
@@ -116,7 +132,7 @@ def code_for(policy: Policy, num_layers: int, function: Callable[..., Any], *arg
     files = (frame.file_name.replace("/", ".") for eqn in _equations(program.jaxpr) for frame in _frames(eqn))
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
-    return tuple(as_code(policy, _MODULES.get(next(modules, ""), "jax"), num_layers).splitlines())
+    return tuple(as_code(policy, _MODULES.get(next(modules, ""), "jax"), num_layers, in_scan=in_scan).splitlines())
 
 
 def _nodes(tree: Any) -> Iterator[type]:
