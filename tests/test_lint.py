@@ -449,6 +449,42 @@ def test_logits_are_found_in_any_loss_and_chunks_take_fewer_bytes(h100):
 
 
 @pytest.mark.full
+def test_scores_are_found_in_any_attention_and_fused_attention_takes_fewer_bytes(h100):
+    """Of two einsums, of a softmax in float32 with a mask, and of JAX's own attention without a fused kernel."""
+    x = jax.ShapeDtypeStruct((8, 1024, 256), jnp.bfloat16)
+    weights = [jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16) for _ in range(3)]
+
+    def einsums(q, k, v):
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=-1), v)
+
+    def masked(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) / 8
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+    plain, fused = (
+        functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name) for name in ("xla", "cudnn")
+    )
+
+    def step(attention: Callable[..., jax.Array]) -> Step:
+        def loss(layers, x):
+            for q, k, v, out in layers:
+                x = x + attention(*((x @ w).reshape(*x.shape[:2], 4, 64) for w in (q, k, v))).reshape(x.shape) @ out
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        return sgd(loss)
+
+    good = mapped(step(fused), (weights, x), h100)
+    assert "scores-stored" not in rules(find(lint_input(good, fused_attention="cudnn")))
+    for attention in (einsums, masked, plain):
+        bad = mapped(step(attention), (weights, x), h100)
+        finding = one(find(lint_input(bad, fused_attention="cudnn")), "scores-stored")
+        assert "test_lint.py:" in finding.evidence
+        saved = bad.memory.total_bytes - good.memory.total_bytes
+        assert saved == pytest.approx(finding.num_bytes, rel=0.25)
+
+
+@pytest.mark.full
 def test_several_checkpoints_of_a_body_recompute_at_once(h100):
     """In a scan, a fori_loop, and inside a checkpoint. A loop of their own takes fewer bytes on both lines, barriers on one.
 
