@@ -16,7 +16,6 @@ from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.hull import lower_hull
 from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
 from jaxremat.planner.problem import Op, Problem, Value
-from jaxremat.planner.search import Place, Proposal, Search
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from jaxremat.search.batch import spaced
@@ -369,31 +368,6 @@ def test_of_two_estimates_a_compile_chooses(first_is_right):
         assert isinstance(alone, Plan)
         assert (found.policy, found.batch) == (alone.policy, alone.batch)
         assert len({*found.tried} - {*alone.tried}) <= 1
-
-
-def test_an_odd_candidate_alone_changes_no_price():
-    """One that tells two estimates apart is dearer than foreseen: no price changes before a plan is compiled, too."""
-    place, dots = Place("full", 8), Rule("dots")
-    odd = best_candidate(layer_at(8), LAYERS, Corrections(1000, 100_000))
-    assert odd is not None
-    assert odd.policy != dots
-
-    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
-        cost = Xla()(policy, loss, batch)
-        return replace(cost, step_s=cost.step_s + 2000.0 * (policy == odd.policy))
-
-    def prices(*, is_plan: bool, policies: tuple[Policy, ...]) -> tuple[float, ...]:
-        search = Search(Steps(layer_at, compiled, LAYERS, 100_000), ("full",), (8,), 1000)
-        search.compile(Proposal(NOTHING, place))
-        (search.candidates if is_plan else search.disputed)[odd.policy, place] = odd
-        for policy in policies:
-            search.add(policy, place)
-        return tuple(value.save_s for value in search.layer_at(8).problem.values)
-
-    assert prices(is_plan=False, policies=(odd.policy,)) == prices(is_plan=False, policies=())
-    assert prices(is_plan=False, policies=(dots, odd.policy)) == prices(is_plan=False, policies=(dots,))
-    assert sum(prices(is_plan=True, policies=(odd.policy,))) > sum(prices(is_plan=True, policies=())) + 1
-    assert prices(is_plan=False, policies=(dots,)) != prices(is_plan=False, policies=()), "a named policy is seen, too"
 
 
 @pytest.mark.parametrize(("budget", "policy"), [(5000, GROUPS), (1900, SPARSE)])

@@ -50,7 +50,6 @@ from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.evaluate import evaluate
 from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.problem import Decision
 from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy
@@ -195,26 +194,16 @@ class Search:
         return estimates[self.estimate]
 
     def _seen(self) -> Iterator[Seen]:
-        """The compiled candidates and named policies beside the seconds that were foreseen.
-
-        A candidate that tells two estimates apart is an odd one. Alone it changes no price, so that one plan is compiled anyway.
-        """
+        """The compiled candidates beside the seconds that were foreseen."""
         num_layers = self.steps.num_layers
-        for (policy, loss, batch), step in self.tried.items():
-            place, has_own_base = Place(loss, batch), (NOTHING, loss, batch) in self.tried
-            layer, candidate = self._estimate_at(batch), self.candidate_at(policy, place)
-            if candidate and not self.candidates:
-                continue
-            named = Decision() if candidate or step.cost.is_rejected else named_decision(layer, policy)
-            if candidate:
-                shares, cost_s = candidate.shares, candidate.layer_s(layer)
-            elif named.save and (has_own_base or (loss in self.curves and self._is_compiled(place))):
-                shares, cost_s = dict.fromkeys(named.save, 1.0), evaluate(layer.problem, named).cost_s
-            else:
-                continue
-            foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - cost_s)
-            saved_bytes = {v: num_layers * share * layer.problem.values[v].num_bytes for v, share in shares.items()}
-            yield Seen(saved_bytes, step.cost.step_s - foreseen_s, step.cost.step_s, not has_own_base)
+        for (policy, place), candidate in (self.disputed | self.candidates).items():
+            if step := self.tried.get((policy, place.loss, place.batch)):
+                layer, step_s = self._estimate_at(place.batch), step.cost.step_s
+                values, shares = layer.problem.values, candidate.shares
+                foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - candidate.layer_s(layer))
+                saved_bytes = {v: num_layers * share * values[v].num_bytes for v, share in shares.items()}
+                is_beside_scan = (NOTHING, place.loss, place.batch) not in self.tried
+                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan)
 
     def candidate_at(self, policy: Policy, place: Place) -> Candidate | None:
         """The planner's own choice that was compiled as this policy, if it is one."""
