@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment, show_by
-from jaxremat.chips.catalog import PRESETS
+from jaxremat.chips.nvidia.chip import NVIDIA
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 
@@ -41,7 +41,7 @@ class Flags:
     )
     """Models and meshes."""
     policies: tuple[str, ...] = ("nothing", "nothing+attention", "dots", "dots+attention", "none")
-    presets: tuple[str, ...] = tuple(PRESETS)
+    presets: tuple[str, ...] = tuple(NVIDIA.options.presets)
     """Presets of XLA's options."""
     batch: int = 2
     """Sequences of one device."""
