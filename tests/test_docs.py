@@ -122,7 +122,7 @@ def test_readme_shows_the_first_example_as_it_is():
 
 
 def test_tabs_are_the_same_in_each_set():
-    """So that the site shows the framework that the reader chose in another set."""
+    """A framework that is chosen in one set of tabs is shown in the others, because their titles and sync keys are equal."""
     _, *sets = (DOCS / "frameworks.md").read_text().split("\n::::{tab-set}\n")
     tabs = [
         re.findall(r"^:::\{tab-item\} (.*)\n:sync: (\w+)$", text.partition("\n::::\n")[0], re.MULTILINE) for text in sets

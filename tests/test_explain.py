@@ -134,7 +134,7 @@ def test_exit_codes_and_records_as_json(rows, code, too_large, capsys):
 
 
 def test_the_page_of_a_step_that_does_not_fit_has_what_fits():
-    """Of the same command, and of the same batch if any."""
+    """A page names the steps of the same command that fit, those of the same batch if there are any."""
     rows = [
         explained("dots", 8, fits=False),
         explained("every:2:nothing", 8, total_bytes=GIB),

@@ -19,7 +19,7 @@ from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
-from jaxremat.policy.code import code_for
+from jaxremat.policy.code import code_for, is_of_several
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import WrittenName
 from jaxremat.policy.spec import NOTHING, Policy
@@ -171,11 +171,10 @@ def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
     There are no lines where the layers are of several kinds and their policies differ.
     """
     workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
-    several = found.policy.recomputes_groups or len(found.policy.layer_policies) > 1
+    if found.loss != OWN_LOSS or not workload.loss or (others and is_of_several(found.policy)):
+        return ()
     layers = planned.trials.factory.found
     in_scan = layers is not None and any(one.in_scan for one in layers.kinds)
-    if found.loss != OWN_LOSS or not workload.loss or (several and others):
-        return ()
     return code_for(found.policy, kind.num_layers, workload.loss, *workload.loss_args, in_scan=in_scan)
 
 

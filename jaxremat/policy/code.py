@@ -60,7 +60,7 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     if framework == "maxtext":
         return "\n".join(_maxtext_lines(policy))
     group = policy.layers(num_layers)
-    if in_scan and _is_of_several(policy, num_layers):
+    if in_scan and is_of_several(policy):
         raise UsageError(f"a scan has one body, and {policy} is of several layers", next_step="with_policy splits the scan")
     if all(one.is_none for one in group) and not policy.recomputes_groups:
         return ""
@@ -88,8 +88,9 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
 
 
-def _is_of_several(policy: Policy, num_layers: int) -> bool:
-    return policy.recomputes_groups or len(policy.layers(num_layers)) > 1
+def is_of_several(policy: Policy) -> bool:
+    """Whether a policy says something of several layers together, and not the same of each."""
+    return policy.recomputes_groups or len(policy.layer_policies) > 1
 
 
 def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ def code_for(
         *args: its arguments, arrays or shapes.
         in_scan: whether the layers run in a scan.
     """
-    if in_scan and _is_of_several(policy, num_layers):
+    if in_scan and is_of_several(policy):
         return ()
     program = jax.make_jaxpr(function)(*args)
     if not {*policy.names()} <= {*all_written_names(program.eqns)}:

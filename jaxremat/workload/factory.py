@@ -194,10 +194,8 @@ class WorkloadFactory:
             return workload.own_layers.checked(policy, mesh)
         if workload.loss is not None:
             with self._tracing(workload.mesh):
-                try:
-                    jax.eval_shape(
-                        workload.loss_with(policy), *workload.loss_args
-                    )  # the policy is checked while it is traced
+                try:  # the policy is checked while it is traced
+                    jax.eval_shape(workload.loss_with(policy), *workload.loss_args)
                 except NoLayersError as error:
                     raise error.with_next_step(_WITHOUT_LAYERS) from None
         return policy
