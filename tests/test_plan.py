@@ -370,6 +370,24 @@ def test_of_two_estimates_a_compile_chooses(first_is_right):
         assert len({*found.tried} - {*alone.tried}) <= 1
 
 
+def test_a_plan_is_by_the_right_estimate_from_the_first_candidate_on():
+    """The first estimate sees no time in saving. `dots` was compiled before, and no plan may be slower than without it."""
+    right = layer_at(8)
+    ops = tuple(replace(op, recompute_s=op.recompute_s / 50) for op in right.problem.ops)
+    wrong = LayerEstimate(replace(right.problem, ops=ops), right.names, alternatives=(right,))
+    xla, dots = Xla(), Rule("dots")
+    budget = xla(dots, "full", 8).total_bytes
+    known = ((dots, "full", 8),)
+    beside, alone = (
+        find_plan(Steps(lambda batch: wrong, xla, LAYERS, budget, known=known), losses=("full",), batch=8)
+        for known in (known, ())
+    )
+    assert isinstance(beside, Plan)
+    assert isinstance(alone, Plan)
+    assert beside.policy == alone.policy
+    assert beside.cost.step_s < xla(dots, "full", 8).step_s
+
+
 @pytest.mark.parametrize(("budget", "policy"), [(5000, GROUPS), (1900, SPARSE)])
 def test_many_small_steps_are_grouped(budget, policy):
     """Where the inputs of all steps don't fit, the residuals of a group of steps may. That computes a step once less."""

@@ -315,6 +315,7 @@ class Search:
         here = [policy for policy, at in self.candidates if at == place]
         if not here and (layer.in_scan or NONE not in fits) and (dispute := self._dispute()):
             return dispute
+        layer, layout_s = self._priced_at(place.batch)  # the dispute may have been decided for another estimate
         candidate = best_candidate(layer, self.steps.num_layers, self._corrections(place))
         if candidate is None or candidate.policy in here or len(here) == self._max_candidates:
             return None
