@@ -1,6 +1,6 @@
 """What XLA's compiler of TPUs says of training steps, without a TPU: `python -m experiments.tpu`.
 
-There are five parts:
+There are six parts:
 
 * boundaries: the largest batch of small steps, compiled, and the next one, rejected. Beside the total of the former is what the
   compiler says of the same step under a limit just below it.
@@ -9,6 +9,7 @@ There are five parts:
 * recipes: published steps at their batch, and at half as many sequences more.
 * large: llama3.1-70b on 64 chips of v6e, under full remat and with the recipe's offloading.
 * policies: the largest batch of llama3.1-8b on 8 chips of v6e under five policies.
+* plans: what `--policy auto` chooses for two models on three generations, and what that took.
 
 Each case is compiled in a process of its own, which ends at a limit. A case that is filed isn't compiled again without `--fresh`,
 unless it failed. Results of earlier compiles that jaxremat has stored aren't used.
@@ -36,7 +37,7 @@ from jaxremat.report.table import gib_number
 from jaxremat.system.process import Deadline
 
 _PROGRAM = "experiments.tpu"
-Part = Literal["boundaries", "early", "recipes", "large", "policies"]
+Part = Literal["boundaries", "early", "recipes", "large", "policies", "plans"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Flags:
     """How many steps it draws."""
     minutes: float = 25
     """No case of a part begins later."""
-    limit: float = 480
+    limit: float = 3600
     """Seconds after which a case's process is ended."""
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
@@ -68,9 +69,9 @@ class Case:
         name: the name of its row.
         target: the TPU.
         model: the preset.
-        policy: the policy.
+        policy: the policy. `auto` to plan.
         mesh: the mesh, if there is one.
-        batches: the batches. Empty where the largest is searched.
+        batches: the batches. Empty where the largest is searched, or planned.
         options: other flags of the model and the training, as `jaxremat.Session` has them.
     """
 
@@ -183,6 +184,14 @@ POLICIES = tuple(
         "dots",
     )
 )
+PLANS = tuple(
+    Case(f"{model}, {target}", target, model, "auto", mesh, options={"seq_len": seq_len})
+    for model, seq_len, meshes in (
+        ("gpt2", 1024, {"v5e": None, "v6e": None, "v5p": None}),
+        ("llama3.1-8b", 8192, {"v5e": "fsdp=16", "v6e": "fsdp=8", "v5p": "fsdp=8"}),
+    )
+    for target, mesh in meshes.items()
+)
 
 
 # In the process of a case.
@@ -200,7 +209,16 @@ def compiled(case: Case, say: Callable[[Row], None]) -> None:
     from jaxremat.session.session import Session
     from jaxremat.trial.record import LargestBatchRecord, Record, TrialRecord
 
-    trials = Session(case.model, target=case.target, mesh=case.mesh, **case.options).trials
+    session = Session(case.model, target=case.target, mesh=case.mesh, **case.options)
+    trials = session.trials
+    if case.policy == "auto":
+        say({"record": "step", "num_params": trials.workload_at().num_params, "budget_bytes": trials.budget_bytes})
+        plan = session.plan().plan
+        assert plan, "a plan fits"
+        names = ("policy", "loss", "batch", "total_bytes", "step_s", "num_compiles")
+        tried = [dataclasses.asdict(step) for step in plan.tried]
+        say({"record": "plan", "tried": tried} | {name: getattr(plan, name) for name in names})
+        return
     policy = trials.factory.checked(parse(case.policy), trials.train, trials.target.mesh)
     say({"record": "step", "num_params": trials.workload_at().num_params, "budget_bytes": trials.budget_bytes})
     for batch in case.batches:
@@ -295,6 +313,17 @@ def of_recipe(child: Child) -> Row:
     return row
 
 
+def of_plan(child: Child) -> Row:
+    """The plan, the steps that were compiled for it, and the fastest of them under `nothing` that fits."""
+    row: Row = dict(child.find("plan") or {})
+    if row:
+        budget_bytes = (child.find("step") or {})["budget_bytes"]
+        fits = [step for step in row["tried"] if step["policy"] == "nothing" and step["total_bytes"] <= budget_bytes]
+        row["nothing"] = min(fits, key=lambda step: step["step_s"] / step["batch"], default=None)
+        row["ms_per_sequence"] = 1e3 * row["step_s"] / row["batch"]
+    return row
+
+
 def measured(
     part: Part, cases: Callable[[Flags], Sequence[Case]], read: Callable[[Child], Row]
 ) -> Callable[[Flags], Iterator[Row]]:
@@ -348,6 +377,11 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
         1,
         ("name", *_STEP, "next_bytes", "num_compiles", "compile_s", "wall_s", "processor_s", "error"),
     ),
+    "plans": (
+        measured("plans", lambda flags: PLANS, of_plan),
+        1,
+        ("name", "policy", "batch", "total_bytes", "ms_per_sequence", "num_compiles", "wall_s", "processor_s", "error"),
+    ),
 }
 SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "host_bytes": ("host", gib_number),
@@ -360,6 +394,7 @@ SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
     "more_total_bytes": ("GiB", gib_number),
     "more_early_bytes": ("early", gib_number),
     "early_s": ("early s", "{:.1f}".format),
+    "ms_per_sequence": ("ms a sequence", "{:.1f}".format),
     "compile_s": ("compile s", "{:.0f}".format),
     "wall_s": ("s", "{:.0f}".format),
     "processor_s": ("of processors", "{:.0f}".format),

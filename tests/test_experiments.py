@@ -216,11 +216,28 @@ def test_tpu_s_rows_have_both_batches():
     assert (recipe["more_batch"], recipe["more_early_bytes"]) == (3, 130)
 
 
+def test_tpu_s_plan_is_beside_the_fastest_full_remat_that_fits():
+    tried = [
+        {"policy": policy, "batch": batch, "step_s": step_s, "total_bytes": total_bytes}
+        for policy, batch, step_s, total_bytes in (
+            ("nothing", 1, 0.5, 60),
+            ("nothing", 4, 1.6, 80),
+            ("nothing", 8, 2.4, 120),
+            ("save:a", 4, 1.2, 90),
+        )
+    ]
+    plan = {"record": "plan", "tried": tried, **tried[3]}
+    row = tpu.of_plan(Child(({"record": "step", "budget_bytes": 100}, plan), ""))
+    assert row["nothing"] == tried[1]
+    assert row["ms_per_sequence"] == pytest.approx(300)
+    assert tpu.of_plan(Child((), "cut off")) == {}
+
+
 def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
     cases = tpu.early_cases(0, 40)
     assert cases[:10] == tpu.early_cases(0, 10)
     assert cases != tpu.early_cases(1, 40)
-    for of_part in (cases, tpu.BOUNDARIES, tpu.RECIPES, tpu.LARGE, tpu.POLICIES):
+    for of_part in (cases, tpu.BOUNDARIES, tpu.RECIPES, tpu.LARGE, tpu.POLICIES, tpu.PLANS):
         assert len({case.name for case in of_part}) == len(of_part)
         for case in of_part[-2:]:
             flags = {"policy": (case.policy,), "model": case.model, "target": case.target, "mesh": case.mesh}

@@ -405,6 +405,19 @@ def test_many_small_steps_are_grouped(budget, policy):
     assert (SPARSE in [step.policy for step in found.tried]) == (policy == SPARSE)
 
 
+def test_a_sequence_of_a_small_batch_is_no_faster_than_one_of_the_smallest_that_was_compiled():
+    """Large batches spill here: 12 s for each sequence, where small ones take 10. A line through both leads below 0 s."""
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        cost = Xla()(policy, loss, batch)
+        return replace(cost, step_s=cost.step_s - 50 if batch <= 8 else 1.5 * (cost.step_s - 50))
+
+    options = {"losses": ("full",), "fixed_bytes": 1000, "batches": range(1, 65)}
+    found = find_plan(Steps(layer_at, compiled, LAYERS, 60_000), **options)
+    assert isinstance(found, Plan)
+    assert min(step.batch for step in found.tried) == found.batch == 8
+
+
 def test_bytes_that_grow_faster_from_some_batch_on():
     """The batch is found by few compiles all the same, and not by one too large whose layers must run twice more."""
 

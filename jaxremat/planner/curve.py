@@ -23,7 +23,8 @@ class Curve:
     """Bytes and seconds of the full-remat step by batch.
 
     It was compiled at `points`, which have rising batches. Between two points, and beyond the first and the last two, the
-    curve is a straight line. Steps that XLA rejected are left out of these lines where two others are known.
+    curve is a straight line. Steps that XLA rejected are left out of these lines where two others are known. A batch below the
+    smallest compiled one is expected to take no fewer seconds for each sequence than that one.
     """
 
     points: tuple[CurvePoint, ...]
@@ -53,6 +54,8 @@ class Curve:
         share = (batch - low.batch) / (high.batch - low.batch)
         total_bytes = round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes))
         step_s = low.cost.step_s + share * (high.cost.step_s - low.cost.step_s)
+        if batch < low.batch:
+            step_s = max(step_s, low.cost.step_s * batch / low.batch)
         return Cost(total_bytes, step_s, self._moments(batch, total_bytes))
 
     def _moments(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], tuple[Moment, ...]] | None:
