@@ -388,6 +388,30 @@ def test_a_plan_is_by_the_right_estimate_from_the_first_candidate_on():
     assert beside.cost.step_s < xla(dots, "full", 8).step_s
 
 
+def test_one_slow_step_alone_does_not_end_the_search():
+    """The step that tells two estimates apart takes far longer than either says. What the right one promises is tried."""
+    right = layer_at(8)
+    ops = tuple(replace(op, recompute_s=op.recompute_s * 2) if op.name == "d" else op for op in right.problem.ops)
+    both = replace(right, alternatives=(replace(right, problem=replace(right.problem, ops=ops)),))
+    dots, slow = Rule("dots"), list[Policy]()
+
+    def compiled(policy: Policy, loss: str, batch: int) -> Cost:
+        if isinstance(policy, Names) and not slow:
+            slow.append(policy)
+        cost = Xla()(policy, loss, batch)
+        return replace(cost, step_s=cost.step_s + 300 * (policy in slow))
+
+    budget = Xla()(dots, "full", 8).total_bytes
+    alone, beside = (
+        find_plan(Steps(lambda batch: layer, xla, LAYERS, budget, known=((dots, "full", 8),)), losses=("full",), batch=8)
+        for layer, xla in ((right, Xla()), (both, compiled))
+    )
+    assert isinstance(alone, Plan)
+    assert isinstance(beside, Plan)
+    assert slow
+    assert beside.cost.step_s == alone.cost.step_s < Xla()(dots, "full", 8).step_s
+
+
 @pytest.mark.parametrize(("budget", "policy"), [(5000, GROUPS), (1900, SPARSE)])
 def test_many_small_steps_are_grouped(budget, policy):
     """Where the inputs of all steps don't fit, the residuals of a group of steps may. That computes a step once less."""

@@ -300,7 +300,7 @@ class Search:
         Where unrolled layers have room for all values, `none` comes before the candidates. So it does where few steps may be
         compiled, in a scan too.
         """
-        base, (layer, layout_s) = self.base(place), self._priced_at(place.batch)
+        layer = self.layer_at(place.batch)
         needs_own = self.steps.has_own_base and self.scanned and (NOTHING, place.loss, place.batch) not in self.tried
         if needs_own:
             return Proposal(NOTHING, place)
@@ -315,14 +315,22 @@ class Search:
         here = [policy for policy, at in self.candidates if at == place]
         if not here and (layer.in_scan or NONE not in fits) and (dispute := self._dispute()):
             return dispute
-        layer, layout_s = self._priced_at(place.batch)  # the dispute may have been decided for another estimate
-        candidate = best_candidate(layer, self.steps.num_layers, self._corrections(place))
-        if candidate is None or candidate.policy in here or len(here) == self._max_candidates:
+        if len(here) == self._max_candidates:
             return None
-        foreseen_s = base.step_s + layout_s - self.steps.num_layers * layer.nothing_s
+        # The disputed step alone may raise all prices. What the layer's own prices promise is tried once all the same.
+        priced = [self._priced_at(place.batch), *([] if here else [(self._estimate_at(place.batch), 0.0)])]
+        return next(filter(None, (self._worth_it(place, fits, *one) for one in priced)), None)
+
+    def _worth_it(self, place: Place, fits: dict[Policy, float], layer: LayerEstimate, layout_s: float) -> Proposal | None:
+        """The best candidate by the prices of a layer, if it is expected to be faster than the steps that fit."""
+        base, num_layers = self.base(place), self.steps.num_layers
+        candidate = best_candidate(layer, num_layers, self._corrections(place))
+        if candidate is None or (candidate.policy, place) in self.candidates:
+            return None
+        foreseen_s = base.step_s + layout_s - num_layers * layer.nothing_s
         fastest = [*fits.values()]
         if NONE in fits and not layer.in_scan:  # what is wrong about both seconds makes no difference
-            fastest.append(foreseen_s + self.steps.num_layers * evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
+            fastest.append(foreseen_s + num_layers * evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
         if fastest and min(fastest) - foreseen_s - candidate.cost_s < _WORTH * base.step_s:
             return None
         return Proposal(candidate.policy, place, candidate)
