@@ -401,11 +401,9 @@ def test_one_slow_step_alone_does_not_end_the_search():
         cost = Xla()(policy, loss, batch)
         return replace(cost, step_s=cost.step_s + 300 * (policy in slow))
 
-    budget = Xla()(dots, "full", 8).total_bytes
-    alone, beside = (
-        find_plan(Steps(lambda batch: layer, xla, LAYERS, budget, known=((dots, "full", 8),)), losses=("full",), batch=8)
-        for layer, xla in ((right, Xla()), (both, compiled))
-    )
+    steps = Steps(lambda batch: right, Xla(), LAYERS, Xla()(dots, "full", 8).total_bytes, known=((dots, "full", 8),))
+    alone = find_plan(steps, losses=("full",), batch=8)
+    beside = find_plan(replace(steps, layer_at=lambda batch: both, compile=compiled), losses=("full",), batch=8)
     assert isinstance(alone, Plan)
     assert isinstance(beside, Plan)
     assert slow
