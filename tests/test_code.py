@@ -1,7 +1,9 @@
 """Code to paste for each policy and framework: run in a model, it saves what `with_policy` saves around the same layers."""
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxremat
+from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
 from jaxremat.policy.code import as_code, code_for
 from jaxremat.policy.grammar import parse
@@ -227,3 +230,55 @@ def test_the_framework_of_a_model_is_found_and_names_nobody_wrote_are_not_pasted
     for policy in ("dots", "save:hidden"):
         assert code_for(parse(policy), NUM, loss, params, X) == tuple(as_code(policy, framework, NUM).splitlines())
     assert code_for(parse("save:dot_general"), NUM, loss, params, X) == ()
+
+
+#: A stack of blocks, with code to paste after the class of a block.
+BLOCKS = """
+import flax.linen as nn, jax, jax.numpy as jnp, jaxremat
+from jax.ad_checkpoint import checkpoint_name
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        hidden = checkpoint_name(jnp.tanh(nn.Dense(512, name="up")(nn.LayerNorm(name="norm")(x))), "hidden")
+        return x + nn.Dense(128, name="down")(hidden)
+
+{pasted}
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(6):
+            x = Block(name=f"block_{{i}}")(x)
+        return jnp.mean(x**2)
+
+def loss(params, x):
+    return Net().apply({{"params": params}}, x)
+
+def workload(batch: int = 2**16):
+    x = jax.ShapeDtypeStruct((batch, 128), jnp.float32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)["params"]
+    return jaxremat.Workload(loss=loss, params=params, batch=x)
+"""
+
+
+def run_of(path: Path, pasted: str, capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    """The trials of the stack of blocks with code in it."""
+    path.write_text(BLOCKS.format(pasted=pasted))
+    assert main(["--model", f"{path}:workload", "--target", "h100-80gb", "--batch", "65536", "--json", *flags]) == 0
+    return [row for row in map(json.loads, capsys.readouterr().out.splitlines()) if row["record"] == "trial"]
+
+
+@pytest.mark.full
+def test_the_code_of_a_run_takes_the_bytes_of_its_row(tmp_path, capsys):
+    policies = ("nothing", "save:hidden", "1*nothing|1*save:hidden", "own")
+    *rows, own = run_of(tmp_path / "as_written.py", "", capsys, "--code", "--policy", *policies)
+    assert own["code"] is None
+    assert len({row["total_bytes"] for row in rows}) == len(rows)
+    for n, row in enumerate(rows):
+        around_loss, comment, *lines = row["code"]
+        assert (around_loss, comment[0]) == (f'loss = jaxremat.with_policy(loss, "{row["policy"]}")', "#")
+        if "Blocks" in lines[-1]:  # a list of classes, one for each layer
+            lines.append("Block = lambda name: Blocks[int(name[-1])](name=name)")
+        (again,) = run_of(tmp_path / f"pasted_{n}.py", "\n".join(lines), capsys, "--policy", "own")
+        assert again["total_bytes"] == pytest.approx(row["total_bytes"], rel=1e-3)

@@ -99,6 +99,7 @@ REJECTED: dict[type[JaxrematError], str] = {
         run --policy auto --batch 8 --objective batch
         run --policy auto --batch 8,16 --save-plan x.json
         run --frontier --batch 8 --policy dots
+        run --frontier --batch 8 --code
         run --frontier --batch 8 --objective memory
         run --scan-layers auto
         run --xla-preset fast

@@ -318,13 +318,13 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
 
     right = planned()
     assert (parse(right.policy).offloads, right.disabled_pass) == (True, PASS)
-    assert flag_line() in code_to_paste(right)[0]
+    assert flag_line() in code_to_paste(right, right.as_code or (), ())[0]
     monkeypatch.setattr(xla_compile, "has_fault", lambda: False)
     other = planned()
     assert (parse(other.policy).offloads, other.disabled_pass) == (False, None)
     given = f'loss = jaxremat.with_policy(loss, "{other.policy}")'
     assert other.as_code
-    assert code_to_paste(other) == [given, "# or in the model itself, around a layer:", *other.as_code]
+    assert code_to_paste(other, other.as_code, ()) == [given, "# or in the model itself, around a layer:", *other.as_code]
 
 
 # That it changes no result.

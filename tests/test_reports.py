@@ -293,7 +293,7 @@ def planned(first: Any, second: Any, **changes: Any) -> Record:
         **dict(loss="full", policy="save:mlpwi_0,out_proj", layers=("save:mlpwi_0,out_proj",) * 2 + ("nothing",)),
         prices=(Price("mlpwi_0", GIB // 4, 2e-3, True, False), Price("context", GIB // 8, 1e-4, False, True)),
         more=(FurtherBudget(GIB, 1e-3),),
-        config={"model": {"scan_layers": first[0] == "loop"}},
+        config={"model": {"num_layers": 3, "scan_layers": first[0] == "loop"}},
         **changes,
     )
 
@@ -314,6 +314,16 @@ def test_a_plan(snapshot):
     by_name = plan(policy="save:hidden,dot_general.3", loss="own", sources={"dot_general.3": "/home/me/net/model.py:8"})
     rows += [by_name, plan(policy="dots", loss="own", as_code=tuple(as_code("dots", "nnx").splitlines()))]
     assert snapshot == answers([step(LONG, requested_policy="auto"), *rows], explain=True)
+
+
+def test_code_of_each_policy_is_printed_once_after_its_answer():
+    """That of a plan's trial is the plan's."""
+    named, of_plan = ((f'loss = jaxremat.with_policy(loss, "{policy}")',) for policy in ("nothing", "dots"))
+    rows = [step("nothing", 4, code=named), step("nothing", 8, code=named)]
+    text = answers(rows, [plan(), step("dots", requested_policy="auto", code=of_plan)])
+    assert [text.count(*lines) for lines in (named, of_plan)] == [1, 1]
+    assert text.index("Batch 8 fits") < text.index(*named) < text.index("Planned") < text.index(*of_plan)
+    assert text.count("with_policy") == 2
 
 
 def at(seq_len: int, policy: str, fits: bool, samples_per_s: float = 100.0, **changes: Any) -> Any:

@@ -30,7 +30,6 @@ from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
 from jaxremat.trial.row import config_of
 from jaxremat.trial.trials import Trials
-from jaxremat.workload.given import OWN_LOSS
 
 Emit = Callable[[Record], None]
 T = TypeVar("T")
@@ -148,7 +147,7 @@ def _plan_record(found: Plan, planned: Planned, objective: Objective, max_batch:
         tried=tuple(step for one in (*planned.others, planned) for step in _tried(one)),
         disabled_pass=compiled.disabled_pass,
         as_config=as_config(found.policy) if as_config else None,
-        as_code=_code(found, planned),
+        as_code=code_of(found.policy, trials, found.batch),
         sources=_sources(compiled.names),
         num_compiles=planned.num_compiles,
         config=config_of(trials, found.batch),
@@ -165,17 +164,17 @@ def _sources(names: Iterable[WrittenName]) -> dict[str, str]:
     return {name: line for name, line in lines.items() if not is_within(line.rpartition(":")[0], PACKAGE)}
 
 
-def _code(found: Plan, planned: Planned) -> tuple[str, ...]:
-    """The plan in the framework of a user's own model.
+def code_of(policy: Policy, trials: Trials, batch: int) -> tuple[str, ...]:
+    """A policy in the framework of a user's own model.
 
     There are no lines where the layers are of several kinds and their policies differ.
     """
-    workload, (kind, *others) = planned.trials.workload_at(found.batch), planned.kinds
-    if found.loss != OWN_LOSS or not workload.loss or (others and is_of_several(found.policy)):
+    workload, found = trials.workload_at(batch), trials.factory.found
+    kinds = found.kinds if found else ()
+    if workload.own_layers or not workload.loss or (kinds[1:] and is_of_several(policy)):
         return ()
-    layers = planned.trials.factory.found
-    in_scan = layers is not None and any(one.in_scan for one in layers.kinds)
-    return code_for(found.policy, kind.num_layers, workload.loss, *workload.loss_args, in_scan=in_scan)
+    num_layers, in_scan = kinds[0].num_layers if kinds else 1, any(kind.in_scan for kind in kinds)
+    return code_for(policy, num_layers, workload.loss, *workload.loss_args, in_scan=in_scan)
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:

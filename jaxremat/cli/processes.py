@@ -45,6 +45,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) ->
         batch=(batch,) if batch else (),
         xla_preset=(xla_preset,),
         explain_plan=False,
+        code=False,
         out=None,
         plot=None,
         save_plan=None,

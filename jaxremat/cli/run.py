@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
     from jaxremat.session.answers import Answering, Listener
     from jaxremat.trial.comparisons import LengthsRecord
+    from jaxremat.trial.record import Record
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
@@ -108,7 +109,9 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 show_heading(session, report, say, before=[*sessions.values()])
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
-                listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
+                listener = Listener(
+                    with_code(session, take), lambda text, at=at: progress.show(at + text), say, printer.so_far
+                )
                 for n, requested in enumerate(session.request.policies):
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         first = first_batch(printer.answers, requested, session.seq_len)
@@ -173,6 +176,30 @@ def answer_or_failure(
         listener.record(failure)
 
 
+def with_code(session: Session, take: Callable[["Record"], None]) -> Callable[["Record"], None]:
+    """A function that gives the session's records to `take`.
+
+    With --code each trial has its policy as code to paste.
+    """
+    from jaxremat.answer.records import code_of
+    from jaxremat.policy.grammar import parse
+    from jaxremat.policy.spec import OWN
+    from jaxremat.report.plan import code_to_paste
+    from jaxremat.trial.record import TrialRecord
+
+    def take_with_code(record: "Record") -> None:
+        if isinstance(record, TrialRecord) and record.record == "trial" and not record.error:
+            policy, trials = parse(record.policy), session.trials.with_loss(record.loss)
+            if policy != OWN:
+                as_config = trials.workload_at(record.batch).as_config
+                lines = as_config(policy) if as_config else None
+                code = code_to_paste(record, code_of(policy, trials, record.batch), lines or ())
+                record = replace(record, code=tuple(code))
+        take(record)
+
+    return take_with_code if session.request.flags.code else take
+
+
 def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
     """The data set of --lengths with the step of each bucket.
 
@@ -205,7 +232,8 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
         printer.mesh_chosen(record)
         if session:
             sessions[place] = session
-            answer_policy(session, session.request.policies[0], listener)
+            coded = replace(listener, record=with_code(session, listener.record))
+            answer_policy(session, session.request.policies[0], coded)
             session.trials.forget()
 
     with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):

@@ -5,6 +5,7 @@ The first sentence of a plan: `Planned: batch 8, chunked loss, 29.26 GiB of 30.0
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from rich.table import Table
 
@@ -15,9 +16,8 @@ from jaxremat.policy.spec import Names
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import LAYOUT_WORDS, loss_text, steps_table
 from jaxremat.report.table import counted, gib_number, list_table, number
-from jaxremat.trial.record import PlanRecord
+from jaxremat.trial.record import PlanRecord, TrialRecord
 from jaxremat.units import gib
-from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.dump import short_source
 
 #: Before the seconds of the lower bound.
@@ -63,7 +63,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
 
 def _made_at(plan: PlanRecord) -> list[str]:
     """Where a user's own model makes the values that the plan saves or offloads by name."""
-    names, sources = parse(plan.policy).names() if plan.loss == OWN_LOSS else (), plan.sources or {}
+    names, sources = parse(plan.policy).names() if is_of_own_model(plan) else (), plan.sources or {}
     lines = [f"  {name} is made at {short_source(sources[name])}" for name in names if name in sources]
     further = f"  and {len(lines) - _SHOWN_LAYERS + 1} further names (--json has all)"
     return lines if len(lines) <= _SHOWN_LAYERS else [*lines[: _SHOWN_LAYERS - 1], further]
@@ -166,23 +166,33 @@ def more_table(plan: PlanRecord) -> Table:
     return list_table("what more budget could save", ("further", "ms a step", "of the step"), rows)
 
 
-def code_to_paste(plan: PlanRecord) -> list[str]:
-    """The plan as Python for a user's own layers, or for the loss of a user's own workload.
+def is_of_own_model(step: PlanRecord | TrialRecord) -> bool:
+    """Whether the model is a user's own, and no preset and no config.json."""
+    return "num_layers" not in step.config["model"]
 
-    If MaxText has all the plan's checkpoint names, the last line is MaxText's flags for the same plan. A plan that offloads in a
-    scan begins with the flag of XLA that it needs, if the version of JAX needs one.
+
+def code_to_paste(step: PlanRecord | TrialRecord, as_code: Sequence[str], as_config: Sequence[str]) -> list[str]:
+    """A step's policy as Python for a user's own layers, or for the loss of an own workload.
+
+    If MaxText has all the policy's checkpoint names, the last line is MaxText's flags for the same policy. A step that offloads
+    in a scan begins with the flag of XLA that it needs, if the version of JAX needs one.
+
+    Args:
+        step: the step.
+        as_code: its policy in the framework of a user's own model.
+        as_config: its policy in the author's own configuration.
     """
-    lines = [f"# run it with {flag_line()}: with this jax a scan would read the wrong layer"] if plan.disabled_pass else []
-    if plan.as_config:
-        return [*lines, *plan.as_config]
-    if plan.loss == OWN_LOSS:
-        layers = plan.config["model"].get("layers")
-        given = f'loss = jaxremat.with_policy(loss, "{plan.policy}"{f", layers={tuple(layers)}" if layers else ""})'
-        return [*lines, given, *(["# or in the model itself, around a layer:", *plan.as_code] if plan.as_code else [])]
-    unrolled = "" if plan.config["model"]["scan_layers"] else ", scan=False"
-    layers = f'jaxremat.Layers(Block(...), num_layers={len(plan.layers)}, policy="{plan.policy}"{unrolled})'
-    lines.append(f"layers = {layers}")
-    policy = parse(plan.policy)
+    lines = [f"# run it with {flag_line()}: with this jax a scan would read the wrong layer"] if step.disabled_pass else []
+    if as_config:
+        return [*lines, *as_config]
+    model = step.config["model"]
+    if is_of_own_model(step):
+        layers = model.get("layers")
+        given = f'loss = jaxremat.with_policy(loss, "{step.policy}"{f", layers={tuple(layers)}" if layers else ""})'
+        return [*lines, given, *(["# or in the model itself, around a layer:", *as_code] if as_code else [])]
+    unrolled = "" if model["scan_layers"] else ", scan=False"
+    lines.append(f'layers = jaxremat.Layers(Block(...), num_layers={model["num_layers"]}, policy="{step.policy}"{unrolled})')
+    policy = parse(step.policy)
     if policy == Names(names := policy.names()):
         quoted = ", ".join(f'"{name}"' for name in names)
         lines += [

@@ -16,7 +16,7 @@ from jaxremat.report import explain as memory
 from jaxremat.report import sentences, steps
 from jaxremat.report.lengths import buckets_table, lengths_sentences, lengths_table, no_fit_sentences, rates_table
 from jaxremat.report.meshes import mesh_sentences, meshes_table
-from jaxremat.report.plan import code_to_paste, plan_parts
+from jaxremat.report.plan import code_to_paste, is_of_own_model, plan_parts
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.saved import saved_sentences
 from jaxremat.report.screen import print_text, print_whole
@@ -33,7 +33,6 @@ from jaxremat.trial.record import (
     TrialRecord,
 )
 from jaxremat.trial.store import Store
-from jaxremat.workload.given import OWN_LOSS
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,13 @@ class Printer:
         said += [*map(sentences.why_not, reasons), *saved_sentences(answers), *sentences.lint_sentences(answers)]
         said += sentences.job_sentences(answers)
         self._report.show(*tables, *said)
+        code = {row.policy: row.code for row in answers if row.code}
         for plan in planned:
             self._report.show(*plan_parts(plan, explain=self._explain))
-            self._report.say(*code_to_paste(plan) if self._explain or plan.loss == OWN_LOSS else (), wrap=False)
+            if self._explain or is_of_own_model(plan):
+                code[plan.policy] = (*code_to_paste(plan, plan.as_code or (), plan.as_config or ()),)
+            self._report.say(*code.pop(plan.policy, ()), wrap=False)
+        self._report.say(*(line for lines in code.values() for line in lines), wrap=False)
         self._say_in_full(by_batch)
 
     def _say_in_full(self, rows: Iterable[TrialRecord]) -> None:

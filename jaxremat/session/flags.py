@@ -27,7 +27,7 @@ DEFAULT_MODEL = "gpt2"
 #: The flags that --help shows. --help-all shows all of a command's flags.
 COMMON_FLAGS = (
     *("policy", "model", "hf", "maxtext", "seq_len", "batch", "global_batch", "max_batch", "target", "mesh", "devices"),
-    *("budget", "loss", "optimizer", "scan_layers", "num_layers", "explain_plan", "save_plan", "lint", "page", "price"),
+    *("budget", "loss", "optimizer", "scan_layers", "num_layers", "code", "save_plan", "lint", "page", "price"),
     *("lengths", "num_steps", "run_dir", "data", "jobs", "fresh", "retry_failed", "csv", "frontier", "list", "out"),
     *("json", "limit", "interval", "once", "python", "version"),
 )
@@ -211,6 +211,8 @@ class RunFlags(ProcessFlags, SearchFlags, StepFlags):
     """Draw the frontier (pip install "jaxremat[plot]")."""
     explain_plan: bool = False
     """A plan's lower bound and what its tensors are worth; what more budget would buy, and code to paste."""
+    code: bool = False
+    """Code to paste for each policy; for a model of your own, around the loss and in the model's framework."""
     save_plan: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Write the plan of --policy auto to a file that --policy plan:FILE reads."""
     list: Annotated[Listable | None, Parameter(metavar="|".join(get_args(Listable)))] = None

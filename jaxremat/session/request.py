@@ -307,6 +307,7 @@ def _check_run_flags(flags: RunFlags, request: Request[RunFlags]) -> None:
          "--frontier compares policies at one --batch", "--frontier --batch 32, or another batch"),
         (flags.frontier and beside, f"--frontier compares the named policies with its own plans, and {beside} was given",
          f"leave {beside} out, or --frontier"),
+        (flags.frontier and flags.code, both("--frontier", "--code"), "leave out one of them; --code goes with --policy"),
         (auto and not planned, f"{auto} goes with --policy auto, and the policy is {texts}", "add --policy auto"),
         (flags.plot and not flags.frontier, alone("--plot", "--frontier"), "add --frontier"),
         (planned and flags.objective == "memory" and not flags.batch, "--objective memory needs a --batch",

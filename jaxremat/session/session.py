@@ -58,7 +58,7 @@ _NOT_OPTIONS = (
     *("model", "hf", "maxtext", "target", "mesh", "budget", "policy", "batch", "max_batch", "objective"),
     *("frontier", "offload", "lengths", "buckets"),
     # Those of a command's output and of its process.
-    *("fresh", "verbose", "json", "out", "version", "list", "dump_target", "plot", "save_plan", "explain_plan"),
+    *("fresh", "verbose", "json", "out", "version", "list", "dump_target", "plot", "save_plan", "explain_plan", "code"),
     *("distributed", "coordinator", "num_processes", "process_id", "initialization_timeout"),
 )
 

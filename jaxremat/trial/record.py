@@ -156,6 +156,7 @@ class TrialRecord(StepRecord):
         xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
             pass ran, where XLA_FLAGS disables it, and for a CPU.
         kept: what the step saves for the backward pass and what it recomputes.
+        code: with `--code`, the lines to paste that run the policy. None for a probe and for `own`.
     """
 
     record: Literal["trial", "probe"]
@@ -196,6 +197,7 @@ class TrialRecord(StepRecord):
     num_xla_remat: int | None = None
     xla_remat_above_bytes: int | None = None
     kept: SavedAndRecomputed | None = None
+    code: tuple[str, ...] | None = None
 
     @property
     def outcome(self) -> Outcome:
