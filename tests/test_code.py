@@ -229,7 +229,55 @@ def test_the_framework_of_a_model_is_found_and_names_nobody_wrote_are_not_pasted
     loss = loss_with("")
     for policy in ("dots", "save:hidden"):
         assert code_for(parse(policy), NUM, loss, params, X) == tuple(as_code(policy, framework, NUM).splitlines())
-    assert code_for(parse("save:dot_general"), NUM, loss, params, X) == ()
+    one, then = code_for(parse("save:dot_general"), NUM, loss, params, X)
+    assert ("dot_general" in one, "list names" in then) == (True, True)
+    assert {one[:2], then[:2]} == {"# "}
+
+
+class Scanned(nn.Module):
+    block: type[nn.Module] = LinenBlock
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        of_params = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scanned = nn.scan(lambda block, x, _: (block(x), None), length=NUM, **of_params)
+        return jnp.mean(scanned(self.block(name="block"), x, None)[0] ** 2)
+
+
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_values_that_nobody_named_are_named_in_the_pasted_module(in_scan):
+    """The layer is the module and nothing else. So the code saves the policy's values."""
+    loss_with, params = MODELS["linen"]()
+    loss, several = loss_with(""), ("1*nothing|1*save:Dense_1/dot_general",)
+    if in_scan:
+        loss, params, several = Scanned().apply, jax.eval_shape(Scanned().init, jax.random.key(0), X), ()
+    (kind,) = jaxremat.find_layers(loss, params, X).kinds
+    assert (kind.is_module, kind.in_scan) == (True, in_scan)
+    for policy in ("save:Dense_1/dot_general", *several):
+        comment, *lines = code_for(parse(policy), NUM, loss, params, X, in_scan=in_scan, is_module=True)
+        code = "\n".join(lines)
+        assert (comment[0], "in_scan=True" in code) == ("#", in_scan)
+        block = pasted(code, Block=LinenBlock, jaxremat=jaxremat)["Block"]
+        losses = jaxremat.with_policy(loss, policy), Scanned(block).apply if in_scan else loss_with(code)
+        want, got = (saved_values(jax.make_jaxpr(jax.grad(one))(params, X)) for one in losses)
+        assert any(value.name == "Dense_1/dot_general" for value in want.values)
+        assert got.values == want.values
+
+
+def test_layers_that_are_no_module_have_no_code_for_such_names():
+    """A module that is mapped has other operations than alone. A group of Linen's modules is jaxremat's own."""
+    loss_with, params = MODELS["linen"]()
+    loss = loss_with("")
+    (kind,) = jaxremat.find_layers(
+        lambda params, xs: jnp.mean(jax.vmap(lambda x: loss(params, x))(xs)), params, X[None]
+    ).kinds
+    assert (kind.found_by, kind.is_module) == ("scope", False)
+    policy = parse("every:2+save:Dense_1/dot_general")
+    for function, args in ((loss, params), (MODELS["jax"]()[0](""), MODELS["jax"]()[1])):
+        lines = code_for(policy, NUM, function, args, X, is_module=True)
+        is_linen = function is loss
+        assert any(line.startswith("layers = jaxremat.Layers(") for line in lines) == is_linen
+        assert all(line.startswith("#") for line in lines) != is_linen
 
 
 #: A stack of blocks, with code to paste after the class of a block.
@@ -271,7 +319,7 @@ def run_of(path: Path, pasted: str, capsys: pytest.CaptureFixture[str], *flags: 
 
 @pytest.mark.full
 def test_the_code_of_a_run_takes_the_bytes_of_its_row(tmp_path, capsys):
-    policies = ("nothing", "save:hidden", "1*nothing|1*save:hidden", "own")
+    policies = ("nothing", "1*nothing|1*save:hidden", "save:norm/mul.1,up/dot_general", "own")
     *rows, own = run_of(tmp_path / "as_written.py", "", capsys, "--code", "--policy", *policies)
     assert own["code"] is None
     assert len({row["total_bytes"] for row in rows}) == len(rows)

@@ -174,7 +174,8 @@ def code_of(policy: Policy, trials: Trials, batch: int) -> tuple[str, ...]:
     if workload.own_layers or not workload.loss or (kinds[1:] and is_of_several(policy)):
         return ()
     num_layers, in_scan = kinds[0].num_layers if kinds else 1, any(kind.in_scan for kind in kinds)
-    return code_for(policy, num_layers, workload.loss, *workload.loss_args, in_scan=in_scan)
+    is_module = len(kinds) == 1 and kinds[0].is_module
+    return code_for(policy, num_layers, workload.loss, *workload.loss_args, in_scan=in_scan, is_module=is_module)
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:

@@ -88,6 +88,18 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
 
 
+def _named_code(policy: Policy, framework: Framework, num_layers: int, in_scan: bool) -> str:
+    """A policy as code in which jaxremat names the values of a layer."""
+    if policy.recomputes_groups:
+        return as_code(policy, framework, num_layers) if framework == "linen" else ""
+    target, more = "layer" if framework == "jax" else "Block", ", in_scan=True" * in_scan
+    texts = [f'"{one}"' for one in policy.layers(num_layers)]
+    if len(texts) == 1:
+        return f"{target} = jaxremat.remat({target}, {texts[0]}{more})"
+    each = f"jaxremat.remat({target}, policies[i % {len(texts)}]{more})"
+    return f"policies = ({', '.join(texts)})\n{target}s = [{each} for i in range({num_layers})]"
+
+
 def is_of_several(policy: Policy) -> bool:
     """Whether a policy says something of several layers together, and not the same of each."""
     return policy.recomputes_groups or len(policy.layer_policies) > 1
@@ -105,13 +117,21 @@ def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
 
 
 def code_for(
-    policy: Policy, num_layers: int, function: Callable[..., Any], *args: Any, in_scan: bool = False
+    policy: Policy,
+    num_layers: int,
+    function: Callable[..., Any],
+    *args: Any,
+    in_scan: bool = False,
+    is_module: bool = False,
 ) -> tuple[str, ...]:
     """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
-    traces, or else `jax`. There are no lines where the policy has names that the author didn't write: nobody could paste them.
-    Nor are there for a policy of several layers in a scan, which would have to be split.
+    traces, or else `jax`. There are no lines for a policy of several layers in a scan, which would have to be split.
+
+    The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module. Nobody
+    knows where other layers begin in the author's code, so a comment says which values the author has to name.
+
     For a loss of Flax NNX and the policy `dots`:
 
         call = lambda block, x: block(x)
@@ -123,17 +143,27 @@ def code_for(
         function: the loss, without a policy.
         *args: its arguments, arrays or shapes.
         in_scan: whether the layers run in a scan.
+        is_module: whether a layer is a call of one module or function and nothing else.
     """
     if in_scan and is_of_several(policy):
         return ()
     program = jax.make_jaxpr(function)(*args)
-    if not {*policy.names()} <= {*all_written_names(program.eqns)}:
-        return ()
+    written = {*all_written_names(program.eqns)}
+    unwritten = [name for name in dict.fromkeys(policy.names()) if name not in written]
     classes = (base.__module__ for node in _nodes(jax.tree.structure(args[0])) for base in node.__mro__)
     files = (frame.file_name.replace("/", ".") for eqn in _equations(program.jaxpr) for frame in _frames(eqn))
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
-    return tuple(as_code(policy, _MODULES.get(next(modules, ""), "jax"), num_layers, in_scan=in_scan).splitlines())
+    framework = _MODULES.get(next(modules, ""), "jax")
+    if not unwritten:
+        return tuple(as_code(policy, framework, num_layers, in_scan=in_scan).splitlines())
+    by_name = f"# {_WRAPPED[framework][1].partition('(')[0]} saves by name what jax.ad_checkpoint.checkpoint_name named, and"
+    if is_module and (lines := _named_code(policy, framework, num_layers, in_scan).splitlines()):
+        return f"{by_name} jaxremat names each value:", *lines
+    return (
+        f"{by_name} nobody named {', '.join(unwritten)}.",
+        "# Name them where they are made (jaxremat run --list names has the lines), and ask again for the policy.",
+    )
 
 
 def _nodes(tree: Any) -> Iterator[type]:

@@ -58,6 +58,7 @@ class Kind:
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
         others: the layers that differ from `function` in other operations than matmuls and convolutions.
         frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
+        is_module: whether each layer is all of one named scope, as a module's call is, traced as the module alone is.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Kind:
     prefix: str = ""
     others: tuple[Variant, ...] = ()
     frozen: frozenset[int] = frozenset()
+    is_module: bool = False
 
     def values(self) -> Counter[NamedValue]:
         """The named values of a layer in program order, with how often all layers have each."""

@@ -233,6 +233,11 @@ def is_transposed(stack: NameStack) -> bool:
     return any(type(scope).__name__ == "Transform" and scope.name == "transpose" for scope in stack.stack)
 
 
+def is_transformed(stack: NameStack, depth: int | None = None) -> bool:
+    """Whether a transformation, such as vmap, is among the outermost `depth` parts of a stack."""
+    return any(type(scope).__name__ == "Transform" for scope in stack.stack[:depth])
+
+
 def stack_of(scopes: Sequence[str] = ()) -> NameStack:
     """A stack of named scopes, outermost first."""
     stack = source_info_util.new_name_stack()

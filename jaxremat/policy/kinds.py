@@ -18,7 +18,7 @@ from jaxremat.policy.autoname import name_values, unused_name
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
-from jaxremat.policy.jax_private import num_operands
+from jaxremat.policy.jax_private import is_transformed, num_operands
 from jaxremat.policy.names import all_written_names, users_line
 from jaxremat.policy.program import Equation
 from jaxremat.policy.scopes import path_of, without_number
@@ -146,6 +146,7 @@ class LayerKinds:
             args=layer.piece.args,
             prefix=layer.prefix,
             frozen=self._frozen(group),
+            is_module=_is_module(group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
                 for other, num_layers in zip(others, [*group.variants.values()][1:], strict=True)
@@ -245,6 +246,28 @@ def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
         )
     common = _common_scopes(piece)
     return Layer(renamed(piece, _scopes_within(common)), common, prefix)
+
+
+def _is_module(group: _Group) -> bool:
+    """Whether each layer is all of one named scope, as a module's call is.
+
+    A layer that `vmap` maps isn't: it has other operations than the module alone, so that its values have other names.
+    """
+    stack, equations = group.stack, group.level.facts.program.equations
+    if stack.in_scan:
+        loop = equations[stack.span.start]
+        inside = inner_program(loop).equations
+        return not is_transformed(loop.name_stack) and _is_within(inside, path_of(inside[0])[:1])
+    scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
+    return bool(stack.scopes) and all(
+        _is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes
+    )
+
+
+def _is_within(equations: Sequence[Equation], scope: tuple[str, ...]) -> bool:
+    """Whether equations are in a scope that is in no transformation."""
+    depth = len(scope)
+    return bool(scope) and all(path_of(e)[:depth] == scope and not is_transformed(e.name_stack, depth) for e in equations)
 
 
 def _common_scopes(piece: Piece) -> tuple[str, ...]:

@@ -350,7 +350,7 @@ class PlanRecord(AnyRecord):
         tried: every step that was compiled.
         disabled_pass: the pass of XLA that is disabled because the step offloads in a scan, if any.
         as_config: the lines that say the plan in the author's own configuration, if the workload has one.
-        as_code: the lines that say it in the framework of a user's own model, where all its names are the author's.
+        as_code: the lines that say it in the framework of a user's own model, or a comment why the framework can't.
         sources: by the name of a value, `file:line` of the user's code that makes it.
         num_compiles: number of compiles that the plan took.
         config: what was requested.
