@@ -18,7 +18,7 @@ from jaxremat.session.request import Auto, check_run
 from jaxremat.session.session import Session
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.plan_file import load_plan
-from jaxremat.trial.record import ExplainRecord, PlanRecord, TrialRecord
+from jaxremat.trial.record import ExplainRecord, FailureRecord, PlanRecord, TrialRecord
 from jaxremat.workload.given import GivenModel
 from jaxremat.workload.model import given_model
 
@@ -266,6 +266,21 @@ def test_explain_takes_the_batch_that_a_workload_is_written_for(capsys, train):
     assert row.batch == 8
     assert row.attribution
     assert sum(row.attribution.values()) == row.total_bytes
+
+
+@pytest.mark.full
+def test_without_layers_none_has_its_row_beside_policies_that_need_some(capsys, train):
+    """These say why they have none. Where all need some, nothing is compiled."""
+    argv = ["--model", f"{train}:flat", "--target", "h100-80gb", "--policy", "nothing"]
+    assert main([*argv, "none", "dots", "auto", "--json"]) == 1
+    none, *others = (from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines())
+    assert isinstance(none, TrialRecord)
+    assert (none.policy, none.batch, none.error) == ("none", 6, None)
+    for policy, failure in zip(("nothing", "dots", "auto"), others, strict=True):
+        assert isinstance(failure, FailureRecord)
+        assert (failure.requested_policy, failure.batch, failure.outcome, failure.tail) == (policy, 6, "bad-config", ())
+        assert "no repeated layers" in failure.error
+    assert "scopes with numbers" in error_of(*argv, "dots").cause
 
 
 def test_lists_of_a_workload(capsys, train):

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, get_args
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, show_error, step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.errors import JaxrematError, MissingDependencyError, TargetError, UsageError
+from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
+from jaxremat.policy.spec import NONE, OWN
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
@@ -37,6 +38,7 @@ from jaxremat.xla.results import ignore_older_results
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
     from jaxremat.config import TrainConfig
+    from jaxremat.policy.with_policy import NoLayersError
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
     from jaxremat.trial.record import Record
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
+
+#: The policies that say nothing of layers.
+WITHOUT_LAYERS = (NONE, OWN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +110,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             answers_for(target, environment) as answer_of,
         ):
             for one in at_each_length(request):
-                session = Session.of(one, target)
+                session, no_layers = opened(one, target)
                 show_heading(session, report, say, before=[*sessions.values()])
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
@@ -116,12 +121,41 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                     with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
                         first = first_batch(printer.answers, requested, session.seq_len)
                         make = functools.partial(answer_of, session, requested, listener, first)
+                        if no_layers and requested.policy not in WITHOUT_LAYERS:
+                            make = functools.partial(refuse, no_layers)
                         answer_or_failure(make, session.request, requested, listener, lambda session=session: session)
                     if not any(isinstance(later.policy, Auto) for later in session.request.policies[n + 1 :]):
                         session.trials.forget()  # a plan may take up any compiled step
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()
+
+
+def opened(request: Request[RunFlags], target: "Target") -> "tuple[Session, NoLayersError | None]":
+    """The session of a request, and why policies for repeated layers have no answer.
+
+    There is such a reason where no layers were found. Policies that need none come first then, and have their answers.
+
+    Raises:
+        NoLayersError: no layers were found, and all policies need some.
+    """
+    from jaxremat.policy.with_policy import NoLayersError
+
+    try:
+        return Session.of(request, target), None
+    except NoLayersError as error:
+        need_none = tuple(one for one in request.policies if one.policy in WITHOUT_LAYERS)
+        if not need_none:
+            raise
+        session = Session.of(replace(request, policies=need_none), target)
+        others = tuple(one for one in request.policies if one not in need_none)
+        session.request = replace(session.request, policies=(*session.request.policies, *others))
+        return session, error
+
+
+def refuse(error: Exception) -> None:
+    """Raises the error."""
+    raise error
 
 
 def answer_or_failure(
@@ -165,7 +199,7 @@ def answer_or_failure(
             requested_policy=requested.text,
             target=trials.target.name,
             batch=batch,
-            outcome="crashed",
+            outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed",
             error=f"{type(error).__name__}: {first_line(error)}",
             tail=tuple("".join(traceback.format_exception(error)).splitlines()) if is_fault else (),
             duration_s=time.monotonic() - started_s,
@@ -183,7 +217,6 @@ def with_code(session: Session, take: Callable[["Record"], None]) -> Callable[["
     """
     from jaxremat.answer.records import code_of
     from jaxremat.policy.grammar import parse
-    from jaxremat.policy.spec import OWN
     from jaxremat.report.plan import code_to_paste
     from jaxremat.trial.record import TrialRecord
 
