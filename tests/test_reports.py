@@ -24,7 +24,7 @@ from jaxremat.report import doctor
 from jaxremat.report.doctor import Row
 from jaxremat.report.meshes import mesh_sentence
 from jaxremat.report.page import PageInput, write_page
-from jaxremat.report.plan import plan_sentences
+from jaxremat.report.plan import code_to_paste, plan_sentences
 from jaxremat.report.printer import ExplainPrinter, Printer, Report, print_no_fit
 from jaxremat.report.progress import Progress
 from jaxremat.report.recommend import best_sentences, explanations, policies_in_full, ranked, recommend_table
@@ -324,6 +324,14 @@ def test_code_of_each_policy_is_printed_once_after_its_answer():
     assert [text.count(*lines) for lines in (named, of_plan)] == [1, 1]
     assert text.index("Batch 8 fits") < text.index(*named) < text.index("Planned") < text.index(*of_plan)
     assert text.count("with_policy") == 2
+
+
+def test_code_of_an_own_model_is_around_its_loss_whatever_the_loss_is_called():
+    """An own function may have the keyword loss. Lines of its own configuration come in place of the loss."""
+    model: dict[str, Any] = {"config": {"model": {"layers": ("block_*",)}}}
+    for step_of in (plan(loss="chunked", **model), step("dots", loss="chunked", **model)):
+        assert code_to_paste(step_of, (), ()) == ["loss = jaxremat.with_policy(loss, \"dots\", layers=('block_*',))"]
+        assert code_to_paste(step_of, (), ("remat_policy: full",)) == ["remat_policy: full"]
 
 
 def at(seq_len: int, policy: str, fits: bool, samples_per_s: float = 100.0, **changes: Any) -> Any:
