@@ -243,7 +243,7 @@ def compiled(case: Case, say: Callable[[Row], None]) -> None:
     for batch in reversed(case.batches):
         emit(trials.record(policy, batch, "probe"))
     if not case.batches:
-        answer_largest(trials, policy, case.policy, None, emit, Compiles())
+        list(answer_largest(trials, policy, case.policy, None, emit, Compiles()))
 
 
 def work(text: str) -> int:

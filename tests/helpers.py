@@ -11,6 +11,7 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.decoder_workload import decoder_workload
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.spec import Policy
+from jaxremat.search.batch import BatchSearch, Searching
 from jaxremat.step.optimizer import state_bytes
 from jaxremat.step.step import TrainState, abstract_args, init_state, make_step
 from jaxremat.xla.compile import Compilation, lower_and_compile
@@ -45,6 +46,16 @@ if jax.__version_info__ < (0, 11):
 #: The same for `XLA_FLAGS` of a process that a test starts.
 QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK.items())
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def searched(search: Searching) -> tuple[BatchSearch, list[int]]:
+    """What a search has found, and its estimates on the way."""
+    said: list[int] = []
+    while True:
+        try:
+            said.append(next(search))
+        except StopIteration as end:
+            return end.value, said
 
 
 def decoder_step(model: ModelConfig, train: TrainConfig, policy: str | Policy, implementation: str = "xla") -> Any:

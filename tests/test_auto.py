@@ -285,7 +285,8 @@ def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
     if batches:
         records.answer_batches(trials, policy, "dots", batches, lambda record: None, compiles)
     else:
-        records.answer_largest(trials, policy, "dots", 64, lambda record: None, compiles)
+        search = records.answer_largest(trials, policy, "dots", 64, lambda record: None, compiles)
+        assert [*search][-1] == 11
         assert {11, 12} <= trials.of(policy).done.keys()
     assert [one.number for one in found] == [*range(1, len(trials.of(policy).done) + 1)]
     assert all(one.at_most is not None and len(found) <= one.at_most for one in found)

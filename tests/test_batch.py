@@ -12,21 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxremat.config import divisors
-from jaxremat.search.batch import FIRST_BATCH, GROWTH, MAX_BATCH, BatchSearch, largest_batch, spaced
+from jaxremat.search.batch import FIRST_BATCH, GROWTH, MAX_BATCH, BatchSearch, largest_batch, search_upwards, spaced
 from jaxremat.search.budget import make_budget
+from tests.helpers import searched
 
 GIB = 2**30
 
 
 def search(total_bytes, budget, **options) -> BatchSearch:
     """`largest_batch`, with the claims that hold for every function whatsoever checked on the way."""
+    return estimated(total_bytes, budget, **options)[0]
+
+
+def estimated(total_bytes, budget, **options) -> tuple[BatchSearch, list[int]]:
+    """The same with the estimates after each compile."""
     calls, most = [], []
 
     def counted(batch: int) -> int:
         calls.append(batch)
         return total_bytes(batch)
 
-    found = largest_batch(counted, budget, expect=lambda further: most.append(len(calls) + further), **options)
+    found, said = searched(
+        search_upwards(counted, budget, expect=lambda further: most.append(len(calls) + further), **options)
+    )
     assert all(len(calls) <= at_most for at_most in most)
     assert most == sorted(most, reverse=True)
     batches = options.get("batches", range(1, MAX_BATCH + 1))
@@ -45,7 +53,8 @@ def search(total_bytes, budget, **options) -> BatchSearch:
     else:
         assert found.next == batches[batches.index(found.largest) + 1 if found.largest else 0]
         assert found.next_bytes == tried[found.next] > budget
-    return found
+    assert found == largest_batch(total_bytes, budget, **options)
+    return found, said
 
 
 def truth(total_bytes, budget: int, cap: int) -> int:
@@ -161,23 +170,19 @@ def test_a_search_says_how_many_compiles_it_takes_at_most(total, budget, options
 @given(fixed, slopes, budgets, caps)
 def test_two_compiles_estimate_the_answer_of_a_line(state, per_sequence, budget, cap):
     """One compile does where the bytes of no sequence are known."""
-    said, known = [], []
 
     def total(batch):
         return state + per_sequence * batch
 
-    found = search(total, budget, batches=range(1, cap + 1), estimate=said.append)
+    found, said = estimated(total, budget, batches=range(1, cap + 1))
     assert said[1:] == [found.largest] * (len(found.tried) - 1)
-    search(total, budget, batches=range(1, cap + 1), fixed_bytes=state, estimate=known.append)
+    _, known = estimated(total, budget, batches=range(1, cap + 1), fixed_bytes=state)
     assert {*known} == {found.largest}
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100))
 def test_an_estimate_is_within_what_is_proven(bytes_by_batch, budget):
-    said = []
-    found = search(
-        lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1), estimate=said.append
-    )
+    found, said = estimated(lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1))
     fits, fails = 0, len(bytes_by_batch) + 1
     for estimate, (batch, num_bytes) in zip(said, found.tried, strict=True):
         fits, fails = (batch, fails) if num_bytes <= budget else (fits, batch)

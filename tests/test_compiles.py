@@ -33,6 +33,17 @@ def test_the_example_of_the_module():
     assert compiles.next() == Compile(3, 5, 6.0, 118)
 
 
+def test_a_pause_is_no_part_of_the_rest():
+    """Two seconds of a compile, and a hundred of other searches."""
+    ticks = iter([0.0, 2.0, 102.0, 102.0])
+    compiles = Compiles(clock=lambda: next(ticks))
+    compiles.expect(9)
+    compiles.next()
+    with compiles.paused():
+        pass
+    assert compiles.next() == Compile(2, 9, 16.0)
+
+
 def test_without_a_bound_there_is_none_and_no_rest():
     compiles = Compiles()
     assert [compiles.next() for _ in range(2)] == [Compile(1), Compile(2)]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -121,6 +122,17 @@ class TestSearch:
     def test_stderr_is_progress_and_nothing_else(self, searched):
         assert all(re.match(r"\[ *\d+\.\d s\] \S", line) for line in searched.err.splitlines()), searched.err
         assert "\x1b" not in searched.out + searched.err
+
+    def test_estimates_of_all_policies_come_before_any_proof(self, searched):
+        """After two compiles of each. The search resumes where it stopped: no compile is numbered twice."""
+        compiled = re.findall(r"\] (\w+): compile (\d+)", searched.err)
+        estimates = re.findall(r"\] (\w+): the largest .* about (\d+)", searched.err)
+        assert compiled[:4] == [(policy, n) for policy in ("nothing", "dots") for n in "12"]
+        assert [policy for policy, _ in estimates] == ["nothing", "dots"]
+        for found in (row for row in searched.rows if row["record"] == "largest_batch"):
+            assert abs(int(dict(estimates)[found["policy"]]) - found["largest_batch"]) <= 1
+            numbers = [int(n) for policy, n in compiled if policy == found["policy"]]
+            assert numbers == [*range(1, found["num_compiles"] + 1)]
 
     def test_the_same_rows_as_tables(self, searched, capsys):
         """Printed again from the records, as without --json: narrow enough, and a row of each policy side by side."""
@@ -233,12 +245,13 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     """Of the points so far. Without a point nothing is drawn."""
     points, drawn = [trial(8)], []
 
-    def ends(session, policy, listener, first_batch) -> None:
+    def ends(session, policy, listener, first_batch) -> Iterator[None]:
+        yield None
         for point in points:
             listener.record(point)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxremat.session.answers.answer_policy", ends)
+    monkeypatch.setattr("jaxremat.session.answers.answers", ends)
     monkeypatch.setattr("jaxremat.report.plot.check_plot", lambda: None)
     monkeypatch.setattr("jaxremat.report.plot.plot_frontier", lambda rows, path: drawn.append((list(rows), path)))
     argv = f"{SMALL} --target h100-80gb --attention xla --frontier --batch 8 --json --plot frontier.png".split()
@@ -250,6 +263,62 @@ def test_an_interrupted_frontier_is_drawn(monkeypatch, h100, capsys):
     assert len(drawn) == 1
 
 
+def batches_by_policy(out: str) -> dict[str, list[str]]:
+    """The batches in the table of each policy."""
+    tables = re.findall(r"^policy (\w+): .*\n((?:.*\n)*?)(?=\w|\Z)", out, re.MULTILINE)
+    return {policy: re.findall(r"^ +(\d+) ", table, re.MULTILINE) for policy, table in tables}
+
+
+class TestEstimates:
+    """Of two searches and the plan between them, which has none."""
+
+    argv = f"{SMALL} --target h100-80gb --attention xla --policy none auto dots".split()
+
+    @staticmethod
+    def made_up(calls: list[Any]) -> Any:
+        def answers(session, requested, listener, first_batch) -> Iterator[int | None]:
+            policy = {"requested_policy": requested.text, "policy": requested.text}
+            if requested.text != "auto":
+                session.trials.of(requested.policy)
+                listener.record(trial(4, record="probe", **policy))
+            yield {"none": 58, "auto": None, "dots": 0}[requested.text]
+            calls.append((requested.text, [steps.policy for steps in session.trials.steps.values()]))
+            listener.record(trial(8, **policy))
+
+        return answers
+
+    def test_each_policy_waits_for_the_estimates_of_all(self, monkeypatch, h100, capsys):
+        calls: list[Any] = []
+        monkeypatch.setattr("jaxremat.session.answers.answers", self.made_up(calls))
+        assert main([*self.argv, "--json"]) == 0
+        printed = capsys.readouterr()
+        found = [(row["policy"], row["batch"]) for row in rows(printed.out) if row["record"] != "ranks"]
+        assert found == [("none", 4), ("dots", 4), ("none", 8), ("auto", 8), ("dots", 8)]
+        first, second = [line for line in printed.err.splitlines() if "fits" in line]
+        assert re.search(r"none: .* about 58;", first)
+        assert re.search(r"dots: .* no batch fits;", second)
+        of = {policy: [str(one) for one in compiled] for policy, compiled in calls}
+        assert of == {"none": ["none"], "auto": ["none"], "dots": ["dots"]}, "a plan takes up what was compiled before it"
+
+    def test_tables_have_the_rows_of_their_policy(self, monkeypatch, h100, capsys):
+        monkeypatch.setattr("jaxremat.session.answers.answers", self.made_up([]))
+        assert main(self.argv) == 0
+        out = capsys.readouterr().out
+        assert batches_by_policy(out) == {"none": ["4", "8"], "auto": ["8"], "dots": ["4", "8"]}
+        side_by_side = [line.split()[:2] for line in out.partition("side by side")[2].splitlines() if " 8 " in line]
+        assert side_by_side == [["none", "8"], ["auto", "8"], ["dots", "8"]], "in the order of the request"
+
+    def test_an_interrupt_shows_what_was_compiled_of_each(self, monkeypatch, h100, capsys):
+        def answers(session, requested, listener, first_batch) -> Iterator[int]:
+            listener.record(trial(4, record="probe", requested_policy=requested.text, policy=requested.text))
+            yield 58
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("jaxremat.session.answers.answers", answers)
+        assert main(f"{SMALL} --target h100-80gb --attention xla --policy none dots".split()) == 130
+        assert batches_by_policy(capsys.readouterr().out) == {"none": ["4"], "dots": ["4"]}
+
+
 @pytest.mark.parametrize(("error", "is_fault"), [(TypeError, True), (CompileError, False)])
 def test_a_policy_that_fails_does_not_end_the_others(error, is_fault, monkeypatch, h100, capsys):
     """Its failure is a record, and the command's exit code 1. A failure of the only policy ends the command.
@@ -257,12 +326,13 @@ def test_a_policy_that_fails_does_not_end_the_others(error, is_fault, monkeypatc
     The traceback of a fault is in the record and on stderr, as that of the only policy is.
     """
 
-    def fails(session, requested, listener, first_batch) -> None:
+    def fails(session, requested, listener, first_batch) -> Iterator[None]:
+        yield None
         if requested.text == "dots":
             raise error("reduce_precision does not accept complex64\nmore")
         listener.record(trial(8, requested_policy=requested.text, policy=requested.text))
 
-    monkeypatch.setattr("jaxremat.session.answers.answer_policy", fails)
+    monkeypatch.setattr("jaxremat.session.answers.answers", fails)
     argv = f"{SMALL} --target h100-80gb --attention xla --batch 8 --json --policy".split()
     assert main([*argv, "none", "dots", "nothing"]) == 1
     printed = capsys.readouterr()

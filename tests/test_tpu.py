@@ -24,7 +24,7 @@ from jaxremat.mesh.axes import MeshShape, axes_of_data, parse_mesh
 from jaxremat.planner.steps import MOST_WHOLE
 from jaxremat.policy.grammar import parse
 from jaxremat.report.sentences import why_not
-from jaxremat.search.batch import largest_from_above
+from jaxremat.search.batch import search_from_above
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Auto, check_run
 from jaxremat.session.session import Session
@@ -34,6 +34,7 @@ from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.memory import memory_of_rejected
 from jaxremat.xla.options import preset_options
 from tests import made_up_records
+from tests.helpers import searched
 
 GIB, MIB = 2**30, 2**20
 EARLY = (
@@ -176,8 +177,7 @@ def test_a_rejected_step_is_told_without_terms():
 
 def test_a_search_from_above_compiles_one_batch_that_fits():
     early = {"early_bytes": lambda batch: 400 + 100 * batch, "fixed_bytes": 400}
-    said = []
-    found = largest_from_above(lambda batch: 400 + 149 * batch, 3125, estimate=said.append, **early)
+    found, said = searched(search_from_above(lambda batch: 400 + 149 * batch, 3125, **early))
     assert (found.largest, found.next) == (18, 19)
     assert said[0] == 27, "by the guess of the bytes"
     assert {*said[2:]} == {18}
@@ -190,7 +190,8 @@ def test_a_search_from_above_compiles_one_batch_that_fits():
 @pytest.mark.parametrize("start", [1, 8, 300])
 def test_a_search_from_above_ends_anywhere(total_bytes, start):
     batches = range(1, 200)
-    found = largest_from_above(total_bytes, 4000, early_bytes=lambda batch: 10 * batch, start=start, batches=batches)
+    early = {"early_bytes": lambda batch: 10 * batch, "start": start}
+    found, _ = searched(search_from_above(total_bytes, 4000, batches=batches, **early))
     tried = dict(found.tried)
     assert len(tried) <= 8 + len(batches).bit_length()
     assert found.largest == 0 or tried[found.largest] <= 4000

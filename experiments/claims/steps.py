@@ -125,7 +125,7 @@ def _largest(asked: Row) -> Row:
     """The largest batch that fits into `budget_bytes`, and its row. 0 and no row where not even one sequence fits."""
     records: list[Any] = []
     trials = _trials(asked)
-    answer_largest(trials, _policy(asked, trials), asked["policy"], MAX_BATCH, records.append, Compiles())
+    list(answer_largest(trials, _policy(asked, trials), asked["policy"], MAX_BATCH, records.append, Compiles()))
     if not isinstance(records[-1], LargestBatchRecord):
         raise JaxrematError(f"{asked}: {records[-1].error}")
     largest = records[-1].largest_batch

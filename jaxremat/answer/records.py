@@ -23,7 +23,7 @@ from jaxremat.policy.code import code_for, is_of_several
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import WrittenName
 from jaxremat.policy.spec import NOTHING, Policy
-from jaxremat.search.batch import FIRST_BATCH, largest_batch, largest_from_above
+from jaxremat.search.batch import FIRST_BATCH, search_from_above, search_upwards
 from jaxremat.search.compiles import Compiles
 from jaxremat.system.whose import PACKAGE, is_within
 from jaxremat.trial.details import PlannedLayout, TriedStep
@@ -222,8 +222,10 @@ def answer_largest(
     emit: Emit,
     compiles: Compiles,
     first_batch: int = FIRST_BATCH,
-) -> None:
+) -> Iterator[int]:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
+
+    The search stops after each compile, and yields the answer as the compiles so far predict it.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
     batch that XLA rejects ends the search, with a failed trial as its only further record.
@@ -255,14 +257,14 @@ def answer_largest(
         "fixed_bytes": trials.state_bytes(),
         "start": max(fitting, default=min(steps.done, default=first_batch)),
         "batches": trials.batches(max_batch),
-        "estimate": compiles.estimated,
     }
     try:
         if trials.speaks_early:
             early_bytes = partial(unless_rejected, trials.early_bytes)
-            found = largest_from_above(total_bytes, trials.budget_bytes, early_bytes=early_bytes, **how)
+            search = search_from_above(total_bytes, trials.budget_bytes, early_bytes=early_bytes, **how)
         else:
-            found = largest_batch(total_bytes, trials.budget_bytes, expect=compiles.expect, **how)
+            search = search_upwards(total_bytes, trials.budget_bytes, expect=compiles.expect, **how)
+        found = yield from search
     except RejectedError as rejected:
         emit(trials.record(policy, rejected.batch, requested=requested))
         return

@@ -14,7 +14,7 @@ from jaxremat.chips.installed import versions
 from jaxremat.config import divisors
 from jaxremat.errors import CompileError
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
-from jaxremat.search.batch import largest_batch, largest_from_above
+from jaxremat.search.batch import ended, search_from_above, search_upwards
 from jaxremat.trial.record import SuggestionRecord, TrialRecord, picked
 from jaxremat.trial.trials import Trials
 
@@ -149,11 +149,11 @@ def _smaller(
     for step, batches in ((accumulated, microbatches), (smaller, [] if is_global else range(unit, batch, unit))):
         if not batches:
             continue
-        search = largest_batch
+        search = search_upwards
         if trials.speaks_early:  # there a batch that fits compiles for minutes
-            search = functools.partial(largest_from_above, early_bytes=functools.partial(_early_bytes, step))
+            search = functools.partial(search_from_above, early_bytes=functools.partial(_early_bytes, step))
         try:
-            found = search(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches)
+            found = ended(search(lambda size, step=step: _total(compiled(step(size))), trials.budget_bytes, batches=batches))
         except CompileError:  # XLA rejected one of the batches; the other kinds of changes may still help
             continue
         if found.largest:

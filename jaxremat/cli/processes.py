@@ -56,7 +56,7 @@ def task_of(flags: RunFlags, policy: str, batch: int | None, xla_preset: str) ->
 
 @contextlib.contextmanager
 def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]":
-    """Yields a function that does the same as `answer_policy`, but in other processes.
+    """Yields a function that does the same as `answers`, but in other processes.
 
     The environment of these processes is `environment`.
 
@@ -69,7 +69,8 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
 
         def answer(
             session: "Session", requested: RequestedPolicy, listener: "Listener", first_batch: int | None = None
-        ) -> None:
+        ) -> Iterator[None]:
+            yield None  # a process compiles the whole search
             trials = trials_of(session, requested, listener.note)
             config = {"model": trials.factory.config(), "train": dataclasses.asdict(session.trials.train)}
             for batch in session.request.batches or (None,):

@@ -15,9 +15,9 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, show_error, step_command
 from jaxremat.cli.no_fit import show_no_fit
@@ -33,6 +33,7 @@ from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import raise_if_interrupted, says_at_the_end
 from jaxremat.trial.plan_file import save_plan
+from jaxremat.xla.options import with_preset
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 #: The policies that say nothing of layers.
 WITHOUT_LAYERS = (NONE, OWN)
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,15 +119,8 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 listener = Listener(
                     with_code(session, take), lambda text, at=at: progress.show(at + text), say, printer.so_far
                 )
-                for n, requested in enumerate(session.request.policies):
-                    with says_at_the_end(functools.partial(printer.policy_done, as_frontier=flags.frontier)):
-                        first = first_batch(printer.answers, requested, session.seq_len)
-                        make = functools.partial(answer_of, session, requested, listener, first)
-                        if no_layers and requested.policy not in WITHOUT_LAYERS:
-                            make = functools.partial(refuse, no_layers)
-                        answer_or_failure(make, session.request, requested, listener, lambda session=session: session)
-                    if not any(isinstance(later.policy, Auto) for later in session.request.policies[n + 1 :]):
-                        session.trials.forget()  # a plan may take up any compiled step
+                answering = functools.partial(answer_of_layers, no_layers, answer_of) if no_layers else answer_of
+                answer_all(session, listener, answering, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()
@@ -153,25 +148,78 @@ def opened(request: Request[RunFlags], target: "Target") -> "tuple[Session, NoLa
         return session, error
 
 
-def refuse(error: Exception) -> None:
-    """Raises the error."""
-    raise error
+def answer_of_layers(
+    no_layers: "NoLayersError",
+    answer_of: "Answering",
+    session: Session,
+    requested: RequestedPolicy,
+    listener: "Listener",
+    first: int | None,
+) -> Iterator[int | None]:
+    """The answer of a policy in a model without repeated layers.
+
+    Raises:
+        NoLayersError: the policy needs some.
+    """
+    if requested.policy not in WITHOUT_LAYERS:
+        raise no_layers
+    yield from answer_of(session, requested, listener, first)
+
+
+def answer_all(
+    session: Session, listener: "Listener", answer_of: "Answering", printer: "Printer", say: Callable[[str], None]
+) -> None:
+    """Makes the records of each policy, and of searches the estimates before all proofs.
+
+    Args:
+        session: the model and the target.
+        listener: gets the records.
+        answer_of: makes the answer of a policy.
+        printer: prints the answer of each policy as soon as it is found.
+        say: prints a line of progress that stays.
+    """
+    from jaxremat.report.progress import estimate_text
+
+    policies = session.request.policies
+
+    def is_shared(n: int) -> bool:
+        """Whether a plan of a later policy, or of this one, may take up the compiled steps."""
+        return any(isinstance(one.policy, Auto) for one in policies[n:])
+
+    def start(n: int) -> Iterator[int | None]:
+        own = session if is_shared(n) else session.with_trials(steps={})
+        return answer_of(own, policies[n], listener, first_batch(printer.answers, policies[n], session.seq_len))
+
+    def advance(n: int) -> int | None:
+        printer.turn_to(n)
+        return answer_or_failure(lambda: next(answers[n], None), session.request, policies[n], listener, lambda: session)
+
+    answers = [start(n) for n in range(len(policies))]
+    with says_at_the_end(printer.policies_done):
+        for n, requested in enumerate(policies):
+            if (estimate := advance(n)) is not None:
+                say(estimate_text(with_preset(requested.text, requested.xla_preset), estimate))
+        for n in range(len(policies)):
+            with says_at_the_end(functools.partial(printer.policy_done, as_frontier=session.request.flags.frontier)):
+                advance(n)
+            if not is_shared(n + 1):
+                session.trials.forget()
 
 
 def answer_or_failure(
-    make: Callable[[], None],
+    make: Callable[[], T],
     request: Request[RunFlags],
     requested: RequestedPolicy,
     listener: "Listener",
     session_of: Callable[[], Session],
-) -> None:
-    """Makes the records of a policy, or a record of its failure.
+) -> T | None:
+    """Makes records of a policy, or a record of its failure. Returns what `make` does, or None.
 
     The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
     An error that no user could have caused is printed, and its traceback is in the record.
 
     Args:
-        make: makes the records.
+        make: makes records.
         request: the request of all policies.
         requested: the policy.
         listener: told the record of a failure.
@@ -183,7 +231,7 @@ def answer_or_failure(
 
     started_s = time.monotonic()
     try:
-        make()
+        return make()
     except (OSError, MemoryError, MissingDependencyError, TargetError):
         raise
     except Exception as error:
@@ -208,6 +256,7 @@ def answer_or_failure(
             versions=versions(),
         )
         listener.record(failure)
+        return None
 
 
 def with_code(session: Session, take: Callable[["Record"], None]) -> Callable[["Record"], None]:
@@ -308,11 +357,11 @@ def answers_for(target: "Target", environment: dict[str, str] | None) -> context
     several processes share a mesh, this process compiles and runs the steps.
     """
     from jaxremat.cli.processes import answers_from_processes
-    from jaxremat.session.answers import answer_policy
+    from jaxremat.session.answers import answers
 
     if target.kind == "attached" and environment is not None:
         return answers_from_processes(environment)
-    return contextlib.nullcontext(answer_policy)
+    return contextlib.nullcontext(answers)
 
 
 def show_list(request: Request[RunFlags], what: Listable) -> int:

@@ -96,7 +96,8 @@ class Printer:
         self, report: Report, *, explain: bool = False, on_plan: Callable[[PlanRecord], None] = lambda plan: None
     ) -> None:
         self._report, self._explain, self._on_plan = report, explain, on_plan
-        self._records: list[Record] = []
+        self._by_policy: dict[int, list[Record]] = {}
+        self._records = list[Record]()
         self._all: list[TrialRecord] = []
         self._num_policies, self._has_failed = 0, False
         self._lengths: LengthsRecord | None = None
@@ -104,6 +105,10 @@ class Printer:
         self._in_full: set[str] = set()
         self.answers: list[TrialRecord] = []
         self.num_compiles = 0
+
+    def turn_to(self, policy: int) -> None:
+        """The records that follow are of the policy of this number."""
+        self._records = self._by_policy.setdefault(policy, [])
 
     def row(self, record: Record) -> None:
         """Takes a finished record: it goes to the file at once, and later into a table.
@@ -133,7 +138,8 @@ class Printer:
 
         Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
         """
-        records, best, self._records, self._so_far = self._records, self._so_far, [], None
+        records, best, self._so_far = [*self._records], self._so_far, None
+        self._records.clear()
         trials = [one for one in records if isinstance(one, TrialRecord)]
         searches = [one for one in records if isinstance(one, LargestBatchRecord)]
         planned = [one for one in records if isinstance(one, PlanRecord)]
@@ -153,6 +159,16 @@ class Printer:
             self._report.show(steps.batch_table([best]), sentences.plan_so_far_sentence(best))
         for plan in planned:
             self._on_plan(plan)
+
+    def policies_done(self) -> None:
+        """Prints what was found of the policies that were turned to, as `policy_done`.
+
+        It is nothing where that was called for each.
+        """
+        for policy, records in self._by_policy.items():
+            if records:
+                self.turn_to(policy)
+                self.policy_done()
 
     def _show_policy(
         self, by_batch: list[TrialRecord], search: LargestBatchRecord | None, planned: list[PlanRecord]

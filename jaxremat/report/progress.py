@@ -40,6 +40,15 @@ def compile_text(what: str, compile: Compile, *about: str) -> str:
     return ", ".join([f"{what}: compile {compile.number}{of}", *about, *estimate]) + rest_text(compile.rest_s)
 
 
+def estimate_text(what: str, batch: int) -> str:
+    """The largest batch as a search estimates it.
+
+    Of `"dots", 118`: `dots: the largest batch that fits is about 118; the proof follows`.
+    """
+    found = f"the largest batch that fits is about {batch}" if batch else "it is estimated that no batch fits"
+    return f"{what}: {found}; the proof follows"
+
+
 def rest_text(seconds: float | None) -> str:
     """What ends a line: `; these take at most about 3 min more`, in one or two digits.
 

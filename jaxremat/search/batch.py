@@ -14,7 +14,7 @@ Example: with a budget of 100 bytes and steps that take 10 + 7 * batch bytes, `l
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 #: The batch that a search tries first, unless something is known that is nearer to the answer.
@@ -49,6 +49,11 @@ class BatchSearch:
     next: int | None
     next_bytes: int | None
     tried: tuple[tuple[int, int], ...]
+
+
+#: A search that stops after each compile, and yields the answer as a line through the compiled steps predicts it. That is 0 where
+#: no batch is expected to fit.
+Searching = Generator[int, None, BatchSearch]
 
 
 def spaced(batches: Sequence[int]) -> Sequence[int]:
@@ -89,7 +94,6 @@ def largest_batch(
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
     expect: Callable[[int], None] = lambda further: None,
-    estimate: Callable[[int], None] = lambda batch: None,
 ) -> BatchSearch:
     """The largest of `batches` whose `total_bytes(batch)` is within `budget_bytes`.
 
@@ -101,12 +105,34 @@ def largest_batch(
         batches: the batches to choose among, in rising order.
         expect: called before each compile with how many further compiles the search takes at most. It isn't called before that
             is known: not before a batch doesn't fit, unless all batches are at most `GROWTH` times the smallest one.
-        estimate: called after each compile with the answer as a line through the compiled steps predicts it. It is 0 where no
-            batch is expected to fit.
 
     Raises:
         ValueError: there are no batches, or one is below 1.
     """
+    return ended(
+        search_upwards(total_bytes, budget_bytes, fixed_bytes=fixed_bytes, start=start, batches=batches, expect=expect)
+    )
+
+
+def ended(search: Searching) -> BatchSearch:
+    """What a search has found, at its end."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as end:
+            return end.value
+
+
+def search_upwards(
+    total_bytes: Callable[[int], int],
+    budget_bytes: int,
+    *,
+    fixed_bytes: int = 0,
+    start: int = FIRST_BATCH,
+    batches: Sequence[int] = range(1, MAX_BATCH + 1),
+    expect: Callable[[int], None] = lambda further: None,
+) -> Searching:
+    """The search of `largest_batch`, which says what the arguments are."""
     if not batches or batches[0] < 1 or start < 1:
         raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
     tried: dict[int, int] = {}
@@ -131,13 +157,13 @@ def largest_batch(
         follows_line = is_bounded or len(tried) < _SECANT_STEPS
         guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
         if follows_line:
-            estimate(_estimated(batches, guess, fits, fails))
+            yield _estimated(batches, guess, fits, fails)
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
 
 
-def largest_from_above(
+def search_from_above(
     total_bytes: Callable[[int], int],
     budget_bytes: int,
     *,
@@ -145,9 +171,8 @@ def largest_from_above(
     fixed_bytes: int = 0,
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
-    estimate: Callable[[int], None] = lambda batch: None,
-) -> BatchSearch:
-    """The largest of `batches` that fits, where a compile ends early for one that doesn't.
+) -> Searching:
+    """The search of `largest_batch`, where a compile ends early for a batch that doesn't fit.
 
     So the batches are tried from above, and few that fit are compiled: of bytes along a straight line the answer alone. Where the
     bytes follow no line, the bracket is halved after a few batches.
@@ -159,7 +184,6 @@ def largest_from_above(
         fixed_bytes: a guess at the total bytes of batch 0.
         start: the batch of the guess. If it isn't one of `batches`, the next smaller one is.
         batches: the batches to choose among, in rising order.
-        estimate: called with the answer as the line predicts it, as by `largest_batch`.
     """
 
     def place(batch: int) -> int:
@@ -170,7 +194,7 @@ def largest_from_above(
     guess = min(_predict(known, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
-    estimate(_estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails))
+    yield _estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails)
     while fails - fits > 1:
         follows_line = len(tried) < _SECANT_STEPS
         at = min(max(place(guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
@@ -179,7 +203,7 @@ def largest_from_above(
             fits = at
         else:
             fails = at
-        estimate(_estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails))
+        yield _estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails)
         aim_bytes = budget_bytes if len(tried) > 1 else _SECOND * budget_bytes // 100
         at = place(_predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
         guess = batches[min(at, fails - 1)]

@@ -8,8 +8,9 @@ compiles.expect(3)       # a bound is known that is nearer: at most 3 further co
 compiles.next()          # 2 seconds later: Compile(number=3, at_most=5, rest_s=6.0)
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
@@ -58,6 +59,13 @@ class Compiles:
     def estimated(self, batch: int) -> None:
         """Takes notice that the largest batch that fits is predicted to be `batch`."""
         self.estimate = batch
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose seconds aren't those of the search: other searches compile then."""
+        began_s = self.clock()
+        yield
+        self.started_s += self.clock() - began_s
 
     def next(self) -> Compile:
         """The compile that starts now."""

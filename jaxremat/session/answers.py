@@ -2,10 +2,10 @@
 
     answer_policy(session, session.request.policies[0], Listener(record=print))
 
-Each record is passed on as soon as it is finished.
+Each record is passed on as soon as it is finished. `answers` waits where a search has an estimate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -47,15 +47,25 @@ class Listener:
     so_far: Callable[[TrialRecord | MeshChoiceRecord], None] = lambda record: None
 
 
-#: A function that makes the records of one policy of a session, in this process (`answer_policy`) or in others (`processes.py`).
+#: A function that makes the records of one policy of a session, in this process (`answers`) or in others (`processes.py`).
 #: The last argument is the batch that a search tries first. None takes the usual one.
-Answering = Callable[["Session", RequestedPolicy, Listener, int | None], None]
+#: The iterator stops once. Its first `next` gives the largest batch by `ESTIMATED_AFTER` compiles, or None where nothing is
+#: estimated. Its second one makes the rest.
+Answering = Callable[["Session", RequestedPolicy, Listener, int | None], Iterator[int | None]]
+#: The number of compiles before an estimate.
+ESTIMATED_AFTER = 2
 
 
-def answer_policy(
+def answer_policy(session: "Session", requested: RequestedPolicy, listener: Listener) -> None:
+    """Makes the records of one policy by compiling in this process, as `answers`."""
+    for _ in answers(session, requested, listener):
+        pass
+
+
+def answers(
     session: "Session", requested: RequestedPolicy, listener: Listener, first_batch: int | None = None
-) -> None:
-    """Makes the records of one policy by compiling in this process.
+) -> Iterator[int | None]:
+    """Makes the records of one policy by compiling in this process. Stops once (`Answering`).
 
     Args:
         session: the model and the target.
@@ -65,10 +75,12 @@ def answer_policy(
     """
     request = session.request
     if isinstance(requested.policy, Frontier):
+        yield None
         trials = replace(session.trials, xla_preset=requested.xla_preset)
         answer_frontier(trials, request.batches[0], listener.record, lambda part: _says(listener, f"frontier, {part}"))
         return
     if isinstance(requested.policy, Auto):
+        yield None
         return _answer_auto(session, requested, requested.policy, listener)
     compiles, policy = Compiles(), policy_of(requested)
     what = with_preset(str(policy), requested.xla_preset)
@@ -78,10 +90,16 @@ def answer_policy(
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
     if batches := batches_of(session, requested):
+        yield None
         answer_batches(trials, policy, requested.text, batches, listener.record, compiles)
         return
     first_batch = first_batch or usual_first_batch(session.seq_len)
-    answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
+    search = answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
+    for number, estimate in enumerate(search, 1):
+        compiles.estimated(estimate)
+        if number == ESTIMATED_AFTER:
+            with compiles.paused():
+                yield estimate
 
 
 def policy_of(requested: RequestedPolicy) -> Policy:
