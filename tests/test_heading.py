@@ -72,3 +72,21 @@ def test_a_heading_says_what_others_give_jax_beside_the_default(argv, said, h100
     lines = Session.of(request, h100).heading
     (number,) = (n for n, line in enumerate(lines) if line.startswith("budget "))
     assert any("0.85" in line for line in lines[number + 1 : number + 2]) == said
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (
+            "ici_fsdp_parallelism=2,dcn_data_parallelism=2",
+            "ici_fsdp_parallelism=2,dcn_data_parallelism=2 (data=2,fsdp=2) on 2",
+        ),
+        ("fsdp=2,data=2", "data=2,fsdp=2;"),
+    ],
+)
+def test_a_mesh_in_the_names_of_maxtext_is_shown_as_typed(typed, shown):
+    request = check_run(
+        parse_flags(RunFlags, ["--model", "tiny", "--policy", "dots", "--attention", "xla", "--mesh", typed])
+    )
+    (line,) = [line for line in Session.of(request, load_target(None, request.mesh)).heading if line.startswith("mesh ")]
+    assert line.startswith(f"mesh      {shown}")

@@ -49,7 +49,9 @@ def heading(request: Request[Any], trials: "Trials") -> Iterator[str]:
         network = target.mesh_shape.network_gbps
         places = f" on {nodes} nodes" + (f" of {network:g} Gbit/s each" if network else "") if nodes > 1 else ""
         places += f" in {processes} processes" if processes > 1 else ""
-        yield f"mesh      {target.mesh_shape}{places}; all numbers are those of one device"
+        typed = request.flags.mesh or ""
+        mesh = f"{typed} ({target.mesh_shape})" if "_parallelism" in typed else target.mesh_shape  # in MaxText's names
+        yield f"mesh      {mesh}{places}; all numbers are those of one device"
     if target.mesh_shape.is_own:
         yield _batch_sentence(trials, batch)
     yield from trials.factory.lines(batch)
