@@ -1,7 +1,7 @@
 """LoRA and QLoRA on a model that nobody edited: qwix puts adapters beside the kernels of the GPT in `linen_unrolled.py`.
 
 `base` stores the frozen kernels as they are, in `int8`, or in the 4 bits of `nf4`. `trainable="*_lora_*"` says which parameters
-have gradients and an optimizer's state. It needs `pip install "jaxremat[lora]"`::
+have gradients and an optimizer's state. It needs `pip install ".[lora]"`::
 
     python -m jaxremat.run --model examples/lora_own_model.py:workload --policy none nothing dots auto --batch 8
 """

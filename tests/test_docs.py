@@ -184,6 +184,12 @@ def test_extras_are_explained():
     assert set(re.findall(r"`(\w+)`", table)) >= set(extras)
 
 
+def test_what_is_installed_comes_from_a_clone():
+    """As README has it: no package index has jaxremat."""
+    files = [README, *DOCS.glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    assert [file.name for file in files if re.search(r"pip install [\"']?jaxremat\b", file.read_text())] == []
+
+
 def test_the_sdist_has_what_the_tests_import():
     """And the files outside of those folders that they read."""
     sdist = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
