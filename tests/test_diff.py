@@ -11,8 +11,9 @@ import pytest
 
 from jaxremat.cli import diff
 from jaxremat.cli.diff import main
+from jaxremat.cli.machine.facts import PROBE_LIMIT_S
 from jaxremat.report.diff import changes_report
-from jaxremat.system.process import Ended
+from jaxremat.system.process import Deadline, Ended
 from jaxremat.trial.details import HeldBytes
 from jaxremat.trial.difference import PeakChange, compared
 from jaxremat.trial.lines import to_json
@@ -130,11 +131,23 @@ def test_a_file_that_is_no_store_of_steps_is_one_usage_error(
 RUN = ("--", "--model", "tiny", "--policy", "dotz", "--batch", "8")
 
 
-@pytest.mark.parametrize(("python", "named"), [("nope", "isn't there"), (".", "a folder"), (sys.executable, "no jaxremat")])
+@pytest.mark.parametrize(
+    ("python", "code", "named"),
+    [
+        ("nope", 0, "isn't there"),
+        (".", 0, "a folder"),
+        (sys.executable, 0, "no jaxremat"),
+        (sys.executable, None, "120 seconds"),
+    ],
+)
 def test_a_python_that_cannot_be_run_is_named_before_any_compile(
-    python: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    python: str, code: int | None, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(diff, "run_until", lambda *_: Ended(0, ""))
+    def ends(deadline: Deadline, *_: object) -> Ended:
+        assert deadline.limit_s == PROBE_LIMIT_S
+        return Ended(code, "")
+
+    monkeypatch.setattr(diff, "run_until", ends)
     assert diff.main(["--python", python, *RUN]) == 2
     said = capsys.readouterr().err
     assert named in said

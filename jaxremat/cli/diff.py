@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from jaxremat.cli.command import flags_command
+from jaxremat.cli.machine.facts import PROBE_LIMIT_S
 from jaxremat.errors import JaxrematError, UsageError, bad_value
 from jaxremat.system.files import parse_json
 from jaxremat.system.process import Deadline, run_until
@@ -165,8 +166,10 @@ def _check_python(python: str) -> None:
     if shutil.which(python) is None:
         got = "is a folder" if Path(python).is_dir() else "isn't there, or can't be run"
     else:
-        ended = run_until(Deadline(_LIMIT_S), [*_started(python, Path()), "-c", _IS_INSTALLED], os.environ)
-        if not ended.out.split():
+        ended = run_until(Deadline(PROBE_LIMIT_S), [*_started(python, Path()), "-c", _IS_INSTALLED], os.environ)
+        if ended.code is None:
+            got = f"didn't answer within {PROBE_LIMIT_S:g} seconds"
+        elif not ended.out.split():
             got = f"has no jaxremat: {(ended.tail.strip().splitlines() or ['it printed nothing'])[-1]}"
     if got:
         raise UsageError(
