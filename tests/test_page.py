@@ -440,17 +440,22 @@ def test_a_trace_for_perfetto(open_page, tmp_path):
 
 def drawn(page: Shown) -> list[tuple[str, str]]:
     """The picture's texts and their colours, once the theme is switched."""
+    return [(text, colour) for text, colour, *_ in drawn_at(page)]
+
+
+def drawn_at(page: Shown) -> list[tuple[str, str, float, float]]:
+    """The same, with where each text is."""
     page.driver.execute_script(
         """window.drawn = [];
         const draw = CanvasRenderingContext2D.prototype.fillText;
         CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
-          drawn.push([text, this.fillStyle]);
+          drawn.push([text, this.fillStyle, ...at]);
           draw.call(this, text, ...at);
         };"""
     )
     page.find("#theme").click()
     page.frame()
-    return [(text, colour) for text, colour in page.driver.execute_script("return drawn")]
+    return [tuple(one) for one in page.driver.execute_script("return drawn")]
 
 
 def test_a_gaps_label_has_the_colour_of_text(open_page):
@@ -478,6 +483,19 @@ def test_on_a_phone_a_large_buffers_label_has_its_size(phone, page):
     texts = [text for text, _ in drawn(page)]
     assert [text for text in texts if re.search(r"…  [\d.]+ GiB$", text)], texts
     assert not [text for text in texts if re.search(r"  [\d.]*…$", text)], texts
+
+
+@pytest.mark.parametrize("share", [0.6, 0.98, 1.0, 1.02, 1.3, 4.0])
+def test_on_a_phone_no_line_is_under_a_tag(share, phone, open_page):
+    """The lines of the total and of the budget, which may be a few pixels apart, or at the top."""
+    budget = int(share * DOTS.total_bytes)
+    page = open_page(a_page(DOTS, budget_bytes=budget))
+    (_, _, low, high), (_, top, _, height) = page.view(), json.loads(page.canvas().get_attribute("data-plot"))
+    lines = [top + height * (high - num_bytes) / (high - low) for num_bytes in (DOTS.total_bytes, budget)]
+    tags = {text.split()[-3]: y for text, _, _, y in drawn_at(page) if re.search(r"(total|budget) [\d.]+ GiB$", text)}
+    assert tags.keys() == {"total", "budget"}
+    for line in lines:  # as both are rounded; the ground of a tag is 16 pixels high
+        assert all(abs(y - round(line) - 1) > 8 for y in tags.values() if line > top), (tags, lines)
 
 
 def test_on_a_phone_a_tables_caption_is_whole(phone, page):

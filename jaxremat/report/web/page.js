@@ -201,7 +201,7 @@ function main(data) {
         `${titled(data.pages[side])}: ${gib(maps[side].total)}; the table below compares the two`,
       );
     });
-    const high = Math.max(...pair.map((one) => one.scene.whole().high));
+    const high = Math.max(...pair.map((one) => one.whole().high));
     pair.forEach((one) => {
       one.scene.whole = () => ({ left: 0, right: 1, low: 0, high });
       one.reset();

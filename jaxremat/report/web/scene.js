@@ -3,6 +3,7 @@
 const MARGIN = { left: 62, right: 20, top: 44, bottom: 38 };
 const STRIP = { height: 64, least: 340 }; // below the plot: the bytes in use, on canvases of at least so many pixels
 const LARGE = 0.04; // of the total: what is as large at the peak has a label, however short it lives
+const TAG = 17; // pixels of a line's tag, with the line
 const FOLDED_SHARE = 0.05; // of the program's width, for a folded loop
 
 class Scene {
@@ -90,9 +91,9 @@ class Scene {
     return this.budget && this.budget < 1.6 * total ? Math.max(total, this.budget) : total;
   }
 
-  // The whole program over all bytes.
-  whole() {
-    return { left: 0, right: 1, low: 0, high: 1.04 * this.most() || 1 };
+  // The whole program over all bytes, in a plot of so many pixels: above the highest line there is room for its tag.
+  whole(height) {
+    return { left: 0, right: 1, low: 0, high: Math.max(1.04, 1 + (TAG + 2) / (height || Infinity)) * this.most() || 1 };
   }
 
   positionAt(share) {
@@ -327,15 +328,16 @@ class Scene {
       line(ctx, theme.peak, [2, 5], at, plot.y, at, plot.y + plot.height); // open: a spike is often no wider than the line
       tag(ctx, theme, theme.peak, `peak at ${grouped(map.peak)}`, at, plot.y + plot.height - 10, plot);
     }
-    const total = Math.round(y(map.total)) + 0.5;
+    const [total, limit] = [map.total, budget].map((bytes) => Math.round(y(bytes)) + 0.5);
+    // A tag is above its line, or below where it would cover the other one.
+    const beside = (at, other) => (other < at && at - other < TAG ? at + 9 : at - 9);
     line(ctx, theme.ink, [2, 3], plot.x, total, plot.x + plot.width, total);
-    tag(ctx, theme, theme.ink, `total ${gib(map.total)}`, plot.x + 60, total - 9, plot);
+    if (budget) line(ctx, theme.budget, [7, 4], plot.x, limit, plot.x + plot.width, limit);
+    tag(ctx, theme, theme.ink, `total ${gib(map.total)}`, plot.x + Math.min(60, 0.15 * plot.width), beside(total, limit), plot);
     if (!budget) return;
-    const limit = Math.round(y(budget)) + 0.5;
-    line(ctx, theme.budget, [7, 4], plot.x, limit, plot.x + plot.width, limit);
     const above = limit < plot.y;
     const text = above ? `▲ budget ${gib(budget)}` : `budget ${gib(budget)}`;
-    tag(ctx, theme, theme.budget, text, plot.x + plot.width - 80, above ? plot.y + 9 : limit - 9, plot);
+    tag(ctx, theme, theme.budget, text, plot.x + plot.width - 80, above ? plot.y + 9 : beside(limit, total), plot);
   }
 
   // Above the plot: the phases, and a handle for each loop. At its right: what the allocations are.

@@ -38,6 +38,10 @@ class Viewer {
     return plotArea(this.size());
   }
 
+  whole() {
+    return this.scene.whole(this.canvas.clientHeight && this.plot().height);
+  }
+
   redraw() {
     if (this.scheduled) return;
     this.scheduled = true;
@@ -62,7 +66,7 @@ class Viewer {
   }
 
   setView(view, cause = "view") {
-    const whole = this.scene.whole();
+    const whole = this.whole();
     const [most, tallest] = [1, Math.max(whole.high, 1.04 * (this.scene.budget ?? 0))];
     const width = Math.min(most, Math.max(view.right - view.left, 2 / (this.scene.map.program.length + 2) / 4));
     const height = Math.min(tallest, Math.max(view.high - view.low, 64));
@@ -75,7 +79,7 @@ class Viewer {
   }
 
   reset() {
-    this.setView(this.scene.whole());
+    this.setView(this.whole());
   }
 
   showSection({ low, high }) {
