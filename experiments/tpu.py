@@ -187,8 +187,8 @@ POLICIES = tuple(
 PLANS = tuple(
     Case(f"{model}, {target}", target, model, "auto", mesh, options={"seq_len": seq_len})
     for model, seq_len, meshes in (
-        ("gpt2", 1024, {"v5e": None, "v6e": None, "v5p": None}),
-        ("llama3.1-8b", 8192, {"v5e": "fsdp=16", "v6e": "fsdp=8", "v5p": "fsdp=8"}),
+        ("llama3.1-8b", 8192, {"v6e": "fsdp=8", "v5p": "fsdp=8", "v5e": "fsdp=16"}),
+        ("gpt2", 1024, {"v6e": None, "v5p": None, "v5e": None}),
     )
     for target, mesh in meshes.items()
 )

@@ -322,7 +322,7 @@ class Search:
         return next(filter(None, (self._worth_it(place, fits, *one) for one in priced)), None)
 
     def _worth_it(self, place: Place, fits: dict[Policy, float], layer: LayerEstimate, layout_s: float) -> Proposal | None:
-        """The best candidate by the prices of a layer, if it is expected to be faster than the steps that fit."""
+        """The best candidate by the prices of a layer, if it is worth a compile."""
         base, num_layers = self.base(place), self.steps.num_layers
         candidate = best_candidate(layer, num_layers, self._corrections(place))
         if candidate is None or (candidate.policy, place) in self.candidates:
