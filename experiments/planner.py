@@ -150,8 +150,8 @@ def _planned_freely(run: Any) -> Row:
 
 def without_flops(layer: Any) -> Any:
     """The policy of the fewest bytes under which no matmul, attention or convolution runs twice."""
+    from jaxremat.knapsack.solve import solve
     from jaxremat.planner.estimate import policy_of
-    from jaxremat.planner.solve import solve
 
     problem = layer.problem
     ops = tuple(replace(op, recompute_s=float(op.flops > 0)) for op in problem.ops)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxremat.errors import UnknownPolicyError as UnknownPolicyError
     from jaxremat.errors import UsageError as UsageError
     from jaxremat.errors import UserCodeError as UserCodeError
+    from jaxremat.knapsack.prices import Price as Price
     from jaxremat.mesh.axes import MeshShape as MeshShape
     from jaxremat.mesh.axes import parse_mesh as parse_mesh
     from jaxremat.model.hf import hf_config as hf_config
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from jaxremat.model.weights import load_safetensors as load_safetensors
     from jaxremat.planner.plan import Plan as Plan
     from jaxremat.planner.plan import Tried as Tried
-    from jaxremat.planner.prices import Price as Price
     from jaxremat.planner.steps import Cost as Cost
     from jaxremat.policy.apply import remat as remat
     from jaxremat.policy.autoname import autoname as autoname
@@ -102,7 +102,7 @@ _NAMES = {
     "model.transformer": "Block Decoder",
     "model.weights": "load_safetensors",
     "planner.plan": "Plan Tried",
-    "planner.prices": "Price",
+    "knapsack.prices": "Price",
     "planner.steps": "Cost",
     "policy.apply": "remat",
     "policy.autoname": "autoname",

@@ -7,8 +7,8 @@ from typing import Any, cast
 from rich.table import Table
 
 from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
+from jaxremat.knapsack.prices import FurtherBudget, Price
 from jaxremat.mesh.sharding import ParamSharding
-from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.policy.names import NamedValue
 from jaxremat.report import doctor, explain, lengths, lists, meshes, plan, recommend, steps, sweep
 from jaxremat.report.doctor import Row

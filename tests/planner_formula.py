@@ -2,8 +2,8 @@
 
 import functools
 
+from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import SPARSE, Cost
 from jaxremat.policy.spec import Names, Policy, Rule
 

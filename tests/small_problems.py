@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import strategies as st
 
-from jaxremat.planner import candidates, hull
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import Point
-from jaxremat.planner.problem import Decision, Op, Problem, Value
-from jaxremat.planner.solve import Row, Solution
+from jaxremat.knapsack import hull
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.hull import Point
+from jaxremat.knapsack.problem import Decision, Op, Problem, Value
+from jaxremat.knapsack.solve import Row, Solution
+from jaxremat.planner import candidates
 
 
 def keep(*save: int, offload: tuple[int, ...] = ()) -> Decision:

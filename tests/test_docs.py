@@ -143,7 +143,7 @@ def test_api_page_has_every_public_name():
 #: Rooms whose docstrings all begin with a line that is short enough for a list, and stands alone. Rooms are only ever added.
 SHORT_FIRST_LINES = (
     *("__init__.py", "errors.py", "maxtext.py", "testing.py", "units.py", "answer/", "cli/", "config/", "system/"),
-    *("chips/", "mesh/", "model/", "planner/", "policy/", "report/", "search/", "session/", "step/"),
+    *("chips/", "mesh/", "knapsack/", "model/", "planner/", "policy/", "report/", "search/", "session/", "step/"),
     *("training/", "trial/", "workload/", "xla/"),
 )
 

@@ -19,12 +19,12 @@ from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UnknownNameError
+from jaxremat.knapsack.solve import solve
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sharding import abstract_mesh, groups_along, on_mesh, tracing_on
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.model.gathers import GATHERED_NAMES, gathered_names
 from jaxremat.planner.plan import Plan
-from jaxremat.planner.solve import solve
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import WorkloadFactory

@@ -18,9 +18,9 @@ from jaxremat.answer.layer_problem import Keep, layer_problem
 from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.tables import Attention, Product
+from jaxremat.knapsack.problem import LEAST_S, Op, Problem, Value
+from jaxremat.knapsack.solve import solve
 from jaxremat.model.transformer import Block
-from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
-from jaxremat.planner.solve import solve
 from jaxremat.policy.autoname import autoname
 from jaxremat.policy.jax_private import FUSED_ATTENTION
 from jaxremat.policy.spec import Names

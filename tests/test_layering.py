@@ -18,8 +18,8 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: Each imports only from itself and those before it. Modules beside them, which the commands are made of, import from all.
 ROOMS = """
-    errors system units mesh chips config policy workload search planner step xla maxtext model trial answer training report
-    session cli
+    errors system units mesh chips config policy workload search knapsack planner step xla maxtext model trial answer training
+    report session cli
 """.split()  # noqa: SIM905
 
 #: What only some files import when they are imported. Any other file imports it in the function that uses it, if at all. A name
@@ -29,7 +29,7 @@ WHEN_IMPORTED = {
     "optax": "maxtext.py model/ step/",
     "chex": "model/ step/",
     "orbax": "training/checkpoints.py",
-    "scipy": "planner/solve.py",
+    "scipy": "knapsack/solve.py",
     "msgspec": "model/hf.py config/rope.py trial/ cli/worker.py session/session.py training/run_folder.py",
     "cyclopts": "cli/ session/fields.py session/flags.py",
     "pytest": "pytest_plugin.py",

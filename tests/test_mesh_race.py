@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.answer import mesh_race, planned
+from jaxremat.answer.race import Reached, Standing, race
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.race import Reached, Standing, race
 from jaxremat.planner.search import Search, possible
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxremat.knapsack.hull import lower_hull
+from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.hull import lower_hull
 from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
-from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from jaxremat.search.batch import spaced

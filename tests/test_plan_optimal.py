@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.hull import Point, lower_bound, lower_hull
+from jaxremat.knapsack.problem import Decision, Op, Problem, Value
+from jaxremat.knapsack.solve import solve
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import Point, lower_bound, lower_hull
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.problem import Decision, Op, Problem, Value
-from jaxremat.planner.solve import solve
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy, Rule
 from tests.small_problems import cost, every_decision, keep, least, problems

@@ -20,11 +20,11 @@ from jax.ad_checkpoint import print_saved_residuals
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.chips.target import Target
 from jaxremat.config import ModelConfig
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.problem import Decision
 from jaxremat.model.decoder_workload import decoder_factory, decoder_workload
 from jaxremat.model.flops import forward_matmul_flops, model_flops
 from jaxremat.model.transformer import Block
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision
 from jaxremat.planner.shared_budget import one_of_each
 from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse

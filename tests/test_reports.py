@@ -17,8 +17,8 @@ from jaxremat.answer.savings import Saving
 from jaxremat.chips.nvidia.nvml import Gpu, GpuProcess, Reading
 from jaxremat.chips.target import Target, load_target
 from jaxremat.cli.command import parse_flags
+from jaxremat.knapsack.prices import FurtherBudget, Price
 from jaxremat.mesh.axes import MeshShape
-from jaxremat.planner.prices import FurtherBudget, Price
 from jaxremat.policy.code import as_code
 from jaxremat.report import doctor
 from jaxremat.report.doctor import Row

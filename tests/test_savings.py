@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxremat.answer.savings import Saving, savings
-from jaxremat.planner.problem import Op, Problem, Value
+from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.xla.buffers import held
 from tests.memory_maps import scanned
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.planner import without_flops
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.hull import lower_bound
+from jaxremat.knapsack.prices import prices
+from jaxremat.knapsack.problem import LEAST_S, Decision, Op, Problem, Value
 from jaxremat.planner.candidates import best_candidate, candidates, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
-from jaxremat.planner.prices import prices
-from jaxremat.planner.problem import LEAST_S, Decision, Op, Problem, Value
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.grammar import parse
@@ -244,7 +244,7 @@ def test_named_policies_are_those_of_all_kinds():
     assert named_policies(one.layer)[Rule("dots")] == matmuls
     assert sum(one.layer.problem.values[v].num_bytes for v in matmuls) == (24 + 7) * 10
     assert str(without_flops(one.layer)) == "save:encoder/matmul,decoder/matmul"
-    listed = prices(one.layer, Decision(), one.num_layers)
+    listed = prices(one.layer.problem, Decision(), one.num_layers)
     assert {(price.name, price.num_bytes) for price in listed if "matmul" in price.name} == {
         ("encoder/matmul", 240),
         ("decoder/matmul", 70),

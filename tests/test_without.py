@@ -10,12 +10,12 @@ import pytest
 
 import jaxremat
 from experiments.blocks import BLOCKS
+from jaxremat.knapsack.problem import Decision, Op, Problem, Value
 from jaxremat.planner.candidates import best_candidate
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.problem import Decision, Op, Problem, Value
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Moment, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy

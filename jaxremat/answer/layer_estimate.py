@@ -16,8 +16,8 @@ from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target
 from jaxremat.errors import TargetError
+from jaxremat.knapsack.problem import Problem
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.problem import Problem
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost
 from jaxremat.xla.clock import predict_step_time

@@ -27,7 +27,7 @@ import numpy as np
 from jaxremat.answer.attention_kernels import with_attention
 from jaxremat.answer.layer_share import ALONE, Lies, Share
 from jaxremat.chips.speed import F32_HIGHEST, DeviceSpeed, KernelClass
-from jaxremat.planner.problem import LEAST_S, Op, Problem, Value
+from jaxremat.knapsack.problem import LEAST_S, Op, Problem, Value
 from jaxremat.policy.autoname import layer_scope, unused_name, value_path
 from jaxremat.policy.jax_private import FUSED_ATTENTION, written_name
 from jaxremat.policy.names import OPAQUE

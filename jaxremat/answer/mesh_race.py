@@ -1,4 +1,4 @@
-"""Compares meshes of the same devices in few compiles: `--mesh auto` (`planner/race.py`).
+"""Compares meshes of the same devices in few compiles: `--mesh auto` (`answer/race.py`).
 
 The meshes are compared for one policy, or for plans.
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from jaxremat.answer.layer_estimate import cost_of, speed_of
 from jaxremat.answer.planned import OnCompile, Planned, plan_bounds
+from jaxremat.answer.race import Reached, Standing, race, still_running
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.plan import Plan
-from jaxremat.planner.race import Reached, Standing, race, still_running
 from jaxremat.planner.search import SMALLER, at_most
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy

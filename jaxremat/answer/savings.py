@@ -7,8 +7,8 @@ of the operations that make it, 24 times.
 from collections import Counter
 from dataclasses import dataclass
 
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision, Problem
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.problem import Decision, Problem
 from jaxremat.xla.buffers import MemoryMap, held
 
 

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from jaxremat.knapsack.hull import Point, point_of
+from jaxremat.knapsack.problem import LEAST_S, Decision, union
+from jaxremat.knapsack.solve import Row, solve
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
-from jaxremat.planner.hull import Point, point_of
-from jaxremat.planner.problem import LEAST_S, Decision, union
-from jaxremat.planner.solve import Row, solve
 from jaxremat.policy.spec import Mix, Policy, Rule
 
 MAX_GROUP = 8  # layers in a group of a mix, which XLA compiles one by one

@@ -13,9 +13,9 @@ saves n bytes is expected to take 1000 + n + 70, so that only candidates that sa
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxremat.knapsack.problem import Decision
+from jaxremat.knapsack.solve import Row
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate
-from jaxremat.planner.problem import Decision
-from jaxremat.planner.solve import Row
 from jaxremat.planner.steps import Moment
 
 _MUCH_LESS = 0.01  # share of the full-remat step: a step that took so much less than expected has another working set

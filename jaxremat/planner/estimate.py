@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jaxremat.errors import JaxrematError
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import Point, lower_hull
-from jaxremat.planner.problem import LEAST_S, Decision, Problem
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.hull import Point, lower_hull
+from jaxremat.knapsack.problem import LEAST_S, Decision, Problem
 from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
 
 #: The number that makes a name unique: `mlp/mul.2` is the third of the values that a layer makes as `mlp/mul`.

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxremat.config import Objective
+from jaxremat.knapsack.hull import lower_bound
+from jaxremat.knapsack.prices import FurtherBudget, Price, prices
 from jaxremat.planner.candidates import named_decision
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.hull import lower_bound
-from jaxremat.planner.prices import FurtherBudget, Price, prices
 from jaxremat.planner.search import Place, Proposal, Search, Tried, find, possible
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy
@@ -236,7 +236,7 @@ def _as_plan(search: Search, answer: Tried) -> Plan:
         predicted_bytes=None if expected_bytes is None else base.total_bytes + int(expected_bytes),
         recompute_s=recompute_s,
         bound_s=bound_s(0) if is_right else None,
-        prices=prices(layer, decision, steps.num_layers),
+        prices=prices(layer.problem, decision, steps.num_layers),
         assumption=layer.assumption,
         more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES) if is_right else (),
         tried=tuple(search.tried.values()),

@@ -44,12 +44,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxremat.errors import CompileError
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.hull import lower_bound
 from jaxremat.planner.candidates import best_candidate, candidate_of, fastest, named_decision, named_policies, near
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.hull import lower_bound
 from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NONE, NOTHING, Policy

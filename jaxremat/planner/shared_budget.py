@@ -25,8 +25,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.problem import Op, Problem, Value
 from jaxremat.policy.spec import Policy
 
 

@@ -7,8 +7,8 @@ predicted seconds. The tests put a formula in its place.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from jaxremat.knapsack.problem import Value
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.problem import Value
 from jaxremat.policy.spec import NOTHING, Every, Policy, Rule
 
 #: The policy for where the inputs of all layers don't fit, or where the least bytes are requested.

@@ -1,6 +1,6 @@
 """What records have in common, and the classes inside them that no other room has.
 
-Findings, saved values and the predicted time are those of `xla/step_facts.py`, prices those of `planner/prices.py`. The fields
+Findings, saved values and the predicted time are those of `xla/step_facts.py`, prices those of `knapsack/prices.py`. The fields
 of all these classes are keys of the records' JSON.
 """
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxremat.chips.chip import Matmuls
 from jaxremat.config import Layout
-from jaxremat.planner.prices import FurtherBudget, Price
+from jaxremat.knapsack.prices import FurtherBudget, Price
 from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord, RankRecord
 from jaxremat.trial.details import (
     AllocatorBytes,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision, Problem, Value, union
-from jaxremat.planner.solve import DEFAULT_TIME_LIMIT_S, solve
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.problem import Decision, Problem, Value, union
+from jaxremat.knapsack.solve import DEFAULT_TIME_LIMIT_S, solve
 
 _ROUNDING = 1e-12  # share of the highest cost on the hull: two costs that differ by less count as equal
 _BELOW = 1e-9  # share of its cost by which a point must lie below a chord to count as a vertex

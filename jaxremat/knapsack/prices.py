@@ -4,13 +4,9 @@ A value of 40 MiB in each of 16 layers that takes 0.1 ms to recompute is listed 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision
-
-if TYPE_CHECKING:
-    from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.problem import Decision, Problem
 
 
 @dataclass(frozen=True)
@@ -40,12 +36,11 @@ class FurtherBudget:
     saved_s: float
 
 
-def prices(layer: "LayerEstimate", decision: Decision, num_layers: int) -> tuple[Price, ...]:
+def prices(problem: Problem, decision: Decision, num_layers: int) -> tuple[Price, ...]:
     """The price of each saveable value beside the rest of `decision`, the best saving first.
 
     The best has the most saved seconds per byte. Values whose saving saves no time are left out.
     """
-    problem = layer.problem
     together = {v: frozenset(op.outputs) for op in problem.ops if op.together for v in op.outputs}
     found: list[Price] = []
     for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):

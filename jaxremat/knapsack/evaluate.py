@@ -9,7 +9,7 @@ because both operations are recomputed. Saving `a` leaves 1 second, and saving `
 import math
 from dataclasses import dataclass
 
-from jaxremat.planner.problem import Decision, Problem
+from jaxremat.knapsack.problem import Decision, Problem
 
 
 @dataclass(frozen=True)

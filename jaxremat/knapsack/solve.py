@@ -27,8 +27,8 @@ import numpy as np
 from scipy.optimize import Bounds, milp
 from scipy.sparse import csr_array, hstack
 
-from jaxremat.planner.evaluate import evaluate
-from jaxremat.planner.problem import Decision, Problem
+from jaxremat.knapsack.evaluate import evaluate
+from jaxremat.knapsack.problem import Decision, Problem
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _SCALE = 1e6  # the cost of recomputing everything in the program's own unit, because HiGHS stops at absolute gaps of 1e-6
