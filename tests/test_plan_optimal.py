@@ -126,12 +126,12 @@ def test_a_byte_beside_gigabytes_is_counted(left, cost_s):
 
 @pytest.mark.parametrize(("budget", "policy", "recompute_s"), [(1120, "save:a,c", 2), (1080, "1*save:c|1*save:a,c", 6)])
 def test_the_worked_example(budget, policy, recompute_s):
-    """The example of `planner/plan.py`, with its real solver."""
+    """The example of `knapsack/`, with its real solver."""
     bytes_of, seconds = {"a": 40, "b": 40, "c": 20}, {"a": 4.0, "b": 1.0, "c": 3.0}
     values = [Value("x", 0, saveable=False), *(Value(name, size, needed=True) for name, size in bytes_of.items())]
     ops = [Op(name, (n,), (n + 1,), cost_s) for n, (name, cost_s) in enumerate(seconds.items())]
     problem = Problem(tuple(values), tuple(ops), (0,), 0.0, 0.0)
-    for layer_bytes, save, cost_s in ((20, {3}, 5), (40, {1}, 4), (60, {1, 3}, 1)):  # also the example of `solve.py`
+    for layer_bytes, save, cost_s in ((20, {3}, 5), (40, {1}, 4), (60, {1, 3}, 1)):  # also the example of `knapsack/`
         decision = solve(problem, layer_bytes).decision
         assert (decision.save, evaluate(problem, decision).cost_s) == (save, cost_s)
     layer = LayerEstimate(problem, {1: "a", 2: "b", 3: "c"})

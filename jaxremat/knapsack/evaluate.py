@@ -1,9 +1,6 @@
 """Says what a decision costs by replaying it over the layer.
 
 Nothing here is shared with the solver, so that the tests can judge the solver by it.
-
-With a chain x -> a -> b of which both values are needed, and operations of 4 and 1 seconds: `Decision()` costs 5 seconds,
-because both operations are recomputed. Saving `a` leaves 1 second, and saving `b` leaves 4.
 """
 
 import math
@@ -44,8 +41,7 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
     """Replays `decision` over the layer.
 
     A value that the backward pass needs and that isn't saved is recomputed, and so is everything that this needs. An
-    operation that runs makes all its outputs. Saved values and the problem's inputs are read, not made. A saved value costs
-    the same whether anything reads it or not.
+    operation that runs makes all its outputs. A saved value costs the same whether anything reads it or not.
 
     Raises:
         ValueError: the decision saves something that can't be saved: an index that no value has, an input, a value that no
@@ -53,9 +49,8 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
             makes.
     """
     _check(problem, decision)
-    kept = decision.save | decision.offload
-    there = kept.union(problem.inputs)
-    producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
+    there = (decision.save | decision.offload).union(problem.inputs)
+    producer = problem.producers
     recomputed: set[int] = set()
     missing = [v for v, value in enumerate(problem.values) if value.needed and v not in there]
     while missing:
@@ -63,10 +58,9 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
         if index not in recomputed:
             recomputed.add(index)
             missing.extend(v for v in problem.ops[index].inputs if v not in there)
-    saved_bytes = sum(problem.values[v].num_bytes for v in decision.save)
-    offloaded_bytes = sum(problem.values[v].num_bytes for v in decision.offload)
+    offloaded_bytes = problem.num_bytes(decision.offload)
     return Evaluation(
-        saved_bytes=saved_bytes,
+        saved_bytes=problem.num_bytes(decision.save),
         offloaded_bytes=offloaded_bytes,
         recompute_s=math.fsum(problem.ops[index].recompute_s for index in recomputed),
         save_s=problem.save_seconds(decision.save),
@@ -79,10 +73,10 @@ def evaluate(problem: Problem, decision: Decision) -> Evaluation:
 def _check(problem: Problem, decision: Decision) -> None:
     for v in decision.save | decision.offload:
         if not 0 <= v < len(problem.values):
-            raise ValueError(f"there is no value {v} to keep: the problem has {len(problem.values)}")
+            raise ValueError(f"there is no value {v} to save: the problem has {len(problem.values)}")
         value = problem.values[v]
         if v in problem.inputs:
-            raise ValueError(f"{value.name} is an input of the layer: there in any case, not kept by a policy")
+            raise ValueError(f"{value.name} is an input of the layer: there in any case, not saved by a policy")
         if v in decision.save and v in decision.offload:
             raise ValueError(f"{value.name} is both saved and offloaded")
         if v in decision.save and not value.saveable:
@@ -90,6 +84,6 @@ def _check(problem: Problem, decision: Decision) -> None:
         if v in decision.offload and not value.offloadable:
             raise ValueError(f"{value.name} cannot be offloaded")
     for op in problem.ops:
-        for kept in (decision.save, decision.offload):
-            if op.together and 0 < len(kept.intersection(op.outputs)) < len(op.outputs):
-                raise ValueError(f"the outputs of {op.name} are kept all together or not at all")
+        for chosen in (decision.save, decision.offload):
+            if op.together and 0 < len(chosen.intersection(op.outputs)) < len(op.outputs):
+                raise ValueError(f"the outputs of {op.name} are saved all together or not at all")

@@ -3,14 +3,11 @@
 Two things are needed of one layer: the lower convex hull of what its decisions take (saved bytes) and cost (seconds), and from
 it a bound that no plan for the stack can go below.
 
-A layer of the hull (0 bytes, 10 s), (10 bytes, 4 s), (20 bytes, 2 s), stacked 4 times: with 25 bytes for all layers
-together, each layer has 6.25 bytes on average, where the hull is at 6.25 s. So no plan costs less than 4 * 6.25 = 25 s.
-
 Solving one layer at several budgets and combining the results over all layers is Rockmate's plan (Zhao et al. 2023,
 "Rockmate: an Efficient, Fast, Automatic and Generic Tool for Re-materialization in PyTorch", ICML). Choosing a result for each
 layer is a multiple-choice knapsack problem. In its linear relaxation only the lower convex hull counts. Where the layers are
 equal, the best solution uses at most two vertices of it, which are neighbours (Sinha and Zoltners 1979, "The Multiple-Choice
-Knapsack Problem", Operations Research 27). The bound here and the mixes of two save-sets in `candidates.py` follow from that.
+Knapsack Problem", Operations Research 27). The bound here and the planner's mixes of two save-sets follow from that.
 """
 
 import functools
@@ -22,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxremat.knapsack.evaluate import evaluate
-from jaxremat.knapsack.problem import Decision, Problem, Value, union
+from jaxremat.knapsack.problem import Decision, Problem, union
 from jaxremat.knapsack.solve import DEFAULT_TIME_LIMIT_S, solve
 
 _ROUNDING = 1e-12  # share of the highest cost on the hull: two costs that differ by less count as equal
@@ -43,13 +40,8 @@ def lower_hull(
 ) -> tuple[Point, ...]:
     """The vertices of the lower convex hull of (saved bytes, cost) over all decisions.
 
-    They go from the fewest bytes to the least cost. Bytes rise and costs fall from each point to the next. The search starts
-    with the two ends of the hull. Between two known points, a byte is given the price of the slope between them, and the
-    layer is solved without a budget. If the result lies below the chord of the two points, both halves are searched;
-    otherwise the hull has no vertex between them (Aneja and Nair 1979, "Bicriteria Transportation Problem", Management
-    Science 25). The result is exact to 1e-9 of the cost.
-
-    Parts of the problem that don't depend on each other, such as two kinds of layers, are searched one by one.
+    Bytes rise and costs fall from each point to the next. The result is exact to 1e-9 of the cost. Parts of the problem that
+    don't depend on each other, such as two kinds of layers, are searched one by one.
 
     Args:
         problem: one layer.
@@ -62,7 +54,7 @@ def lower_hull(
     """
     if max_offload_bytes < 0:
         raise ValueError(f"a budget counts bytes from 0 up, got {max_offload_bytes}")
-    offloadable_bytes = sum(value.num_bytes for value in problem.values if value.offloadable)
+    offloadable_bytes = problem.num_bytes(v for v, value in enumerate(problem.values) if value.offloadable)
     if 0 < max_offload_bytes < offloadable_bytes:  # what may be offloaded is shared by all parts
         return _hull_of_part(problem, max_offload_bytes, time_limit_s)
     parts = _independent_parts(problem)
@@ -72,36 +64,36 @@ def lower_hull(
 def _independent_parts(problem: Problem) -> list[Problem]:
     """The parts of a problem that share no operation and no value but its inputs.
 
-    Only parts in which one can decide are among them. The values of each part have the indices that they have in the
-    problem.
+    Only parts in which one can decide are among them. Values have the same indices in all parts.
     """
-    producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
-    beside: list[set[int]] = [set() for _ in problem.ops]
-    for index, op in enumerate(problem.ops):
-        for other in {producer[v] for v in op.inputs if v in producer}:
-            beside[index].add(other)
+    beside = [set(makers) for makers in problem.reads]
+    for index, makers in enumerate(problem.reads):
+        for other in makers:
             beside[other].add(index)
     parts, left = [], set(range(len(problem.ops)))
     while left:
-        found, new = set(), {left.pop()}
+        found, new = set[int](), {left.pop()}
         while new:
             found |= new
             new = set().union(*(beside[index] for index in new)) - found
         left -= found
         ops = tuple(problem.ops[index] for index in sorted(found))
-        made = {v for op in ops for v in op.outputs}
-        if any(problem.values[v].needed for v in made) and any(_can_be_kept(problem.values[v]) for v in made):
-            inputs = tuple(v for v in range(len(problem.values)) if v not in made)
-            parts.append(replace(problem, ops=ops, inputs=inputs))
+        made = {v: problem.values[v] for op in ops for v in op.outputs}
+        can_decide = any(value.saveable or value.offloadable for value in made.values())
+        if can_decide and any(value.needed for value in made.values()):
+            parts.append(replace(problem, ops=ops, inputs=tuple(v for v in range(len(problem.values)) if v not in made)))
     return parts
 
 
-def _can_be_kept(value: Value) -> bool:
-    return value.saveable or value.offloadable
-
-
 def _hull_of_part(problem: Problem, max_offload_bytes: int, time_limit_s: float) -> tuple[Point, ...]:
-    all_bytes = sum(value.num_bytes for value in problem.values)
+    """The hull of a problem.
+
+    The search starts with the two ends of the hull. Between two known points, a byte is given the price of the slope between
+    them, and the layer is solved without a budget. If the result lies below the chord of the two points, both halves are
+    searched; otherwise the hull has no vertex between them (Aneja and Nair 1979, "Bicriteria Transportation Problem",
+    Management Science 25).
+    """
+    all_bytes = problem.num_bytes(range(len(problem.values)))
 
     def cheapest(price_s_per_byte: float, budget_bytes: int) -> Point:
         priced = replace(problem, save_s_per_byte=problem.save_s_per_byte + price_s_per_byte)
@@ -183,16 +175,15 @@ def _hull(points: list[Point]) -> tuple[Point, ...]:
     """
     rounding_s = _ROUNDING * points[0].cost_s
     hull: list[Point] = []
+
+    def on_chord_s(left: Point, right: Point, saved_bytes: int) -> float:
+        share = (saved_bytes - left.saved_bytes) / (right.saved_bytes - left.saved_bytes)
+        return left.cost_s + share * (right.cost_s - left.cost_s)
+
     for point in points:
         if hull and point.cost_s >= hull[-1].cost_s - rounding_s:
             continue
-        while len(hull) > 1 and _chord_s(hull[-2], point, hull[-1].saved_bytes) <= hull[-1].cost_s + rounding_s:
+        while len(hull) > 1 and on_chord_s(hull[-2], point, hull[-1].saved_bytes) <= hull[-1].cost_s + rounding_s:
             hull.pop()
         hull.append(point)
     return tuple(hull)
-
-
-def _chord_s(left: Point, right: Point, saved_bytes: int) -> float:
-    """Seconds at `saved_bytes` on the straight line through the two points."""
-    share = (saved_bytes - left.saved_bytes) / (right.saved_bytes - left.saved_bytes)
-    return left.cost_s + share * (right.cost_s - left.cost_s)

@@ -45,12 +45,9 @@ def prices(problem: Problem, decision: Decision, num_layers: int) -> tuple[Price
     found: list[Price] = []
     for group in dict.fromkeys(together.get(v, frozenset({v})) for v, value in enumerate(problem.values) if value.saveable):
         offload = decision.offload - group
-        saved, dropped = (
-            evaluate(problem, Decision(keep, offload)) for keep in (decision.save | group, decision.save - group)
-        )
-        name = problem.values[min(group)].name + f" +{len(group) - 1}" * (len(group) > 1)
-        num_bytes = num_layers * sum(problem.values[v].num_bytes for v in group)
-        saved_s = num_layers * (dropped.cost_s - saved.cost_s)
-        if saved_s > 0:
+        saved, dropped = (evaluate(problem, Decision(v, offload)) for v in (decision.save | group, decision.save - group))
+        if (saved_s := num_layers * (dropped.cost_s - saved.cost_s)) > 0:
+            name = problem.values[min(group)].name + f" +{len(group) - 1}" * (len(group) > 1)
+            num_bytes = num_layers * problem.num_bytes(group)
             found.append(Price(name, num_bytes, saved_s, group <= decision.save, group <= decision.offload))
     return tuple(sorted(found, key=lambda price: -price.saved_s / max(1, price.num_bytes)))

@@ -4,21 +4,10 @@ For each value that a policy can address there are three decisions: save it on t
 it nowhere. The backward pass needs some values. Those that it needs and that aren't saved are recomputed, together with
 everything that recomputing them needs.
 
-A layer that makes `h` (8 bytes, 2 seconds) of its input `x`, and whose backward pass reads `h`:
-
-    Problem(
-        values=(Value("x", 4, saveable=False), Value("h", 8, needed=True)),
-        ops=(Op("matmul", inputs=(0,), outputs=(1,), recompute_s=2.0),),
-        inputs=(0,),
-        save_s_per_byte=0.0,
-        offload_s_per_byte=0.0,
-    )
-
-`Decision(save=frozenset({1}))` saves `h` and costs 8 bytes. `Decision()` saves nothing and costs 2 seconds.
-
-`answer/layer_problem.py` makes a problem from a traced layer, `solve.py` solves it, and `evaluate.py` replays a decision.
+`answer/layer_problem.py` makes a problem from a traced layer.
 """
 
+import functools
 import graphlib
 import math
 from collections.abc import Iterable
@@ -107,23 +96,32 @@ class Problem:
         costs += [value.num_bytes for value in self.values]
         if wrong := [cost for cost in costs if not (math.isfinite(cost) and cost >= 0)]:
             raise ValueError(f"bytes, seconds and prices are finite and not negative, got {wrong}")
-        made = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)])
-        if made != list(range(len(self.values))):
-            raise ValueError(
-                "every value is either one of the problem's inputs or made by exactly one operation, got "
-                f"{made} of {len(self.values)}"
-            )
+        made, count = sorted([*self.inputs, *(v for op in self.ops for v in op.outputs)]), len(self.values)
+        if made != list(range(count)):
+            raise ValueError(f"every value is an input or made by exactly one operation, got {made} of {count}")
         for op in self.ops:
-            if not all(0 <= v < len(self.values) for v in op.inputs):
-                raise ValueError(f"{op.name} reads {op.inputs}, and there are the values 0 to {len(self.values) - 1}")
-        producer = {v: index for index, op in enumerate(self.ops) for v in op.outputs}
-        reads = {index: {producer[v] for v in op.inputs if v in producer} for index, op in enumerate(self.ops)}
-        graphlib.TopologicalSorter(reads).prepare()  # its CycleError is a ValueError
+            if not all(0 <= v < count for v in op.inputs):
+                raise ValueError(f"{op.name} reads {op.inputs}, and there are the values 0 to {count - 1}")
+        graphlib.TopologicalSorter(dict(enumerate(self.reads))).prepare()  # its CycleError is a ValueError
+
+    @functools.cached_property
+    def producers(self) -> dict[int, int]:
+        """For each value that isn't an input, the index of the operation that makes it."""
+        return {v: index for index, op in enumerate(self.ops) for v in op.outputs}
+
+    @functools.cached_property
+    def reads(self) -> list[set[int]]:
+        """For each operation, the operations that make what it reads."""
+        return [{self.producers[v] for v in op.inputs if v in self.producers} for op in self.ops]
+
+    def num_bytes(self, chosen: Iterable[int]) -> int:
+        """Bytes of these values on the device."""
+        return sum(self.values[v].num_bytes for v in chosen)
 
     def save_seconds(self, saved: Iterable[int]) -> float:
         """Seconds that saving these values costs."""
-        values = [self.values[v] for v in saved]
-        return sum(value.num_bytes for value in values) * self.save_s_per_byte + math.fsum(value.save_s for value in values)
+        saved = tuple(saved)
+        return self.num_bytes(saved) * self.save_s_per_byte + math.fsum(self.values[v].save_s for v in saved)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,5 @@
 """Finds the values of a layer to save, exactly, as a 0/1 program.
 
-A chain x -> a -> b -> c, of which the backward pass needs all three values:
-
-    value    bytes    seconds to make it
-    a        40       4
-    b        40       1
-    c        20       3
-
-With a budget of 20 bytes the best decision saves `c` and recomputes `a` and `b`, which costs 5 seconds. With 40 bytes it
-saves `a` instead, for 4 seconds. With 60 bytes it saves `a` and `c`, for 1 second.
-
 Saving some activations and recomputing others is described by Chen et al. 2016, "Training Deep Nets with Sublinear Memory
 Cost". Checkmate states it as a 0/1 program (Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor
 Rematerialization", MLSys). The program here leaves out Checkmate's schedule, because a policy decides per value, and XLA decides
@@ -87,12 +77,11 @@ def solve(
         raise ValueError(f"budgets count bytes from 0 up, got {budget_bytes} and {max_offload_bytes}")
     budgets = [Row(tuple(value.num_bytes for value in problem.values), budget_bytes), *rows]
     program = _make_program(problem, budgets, max_offload_bytes)
-    found = _run(program, time_limit_s)
-    decision = _without_unread(problem, found.decision or Decision())
+    found, bound_s = _run(program, time_limit_s)
+    decision = _without_unread(problem, found)
     cost_s = evaluate(problem, decision).cost_s
-    excess_s = cost_s - found.bound_s
-    optimal = excess_s <= _PROVED * program.everything_s
-    return Solution(decision, optimal, 0.0 if optimal else excess_s / cost_s)
+    optimal = cost_s - bound_s <= _PROVED * program.everything_s
+    return Solution(decision, optimal, 0.0 if optimal else (cost_s - bound_s) / cost_s)
 
 
 @dataclass(frozen=True)
@@ -104,24 +93,22 @@ class _Milp:
 
     Attributes:
         groups: the groups of values.
-        costs: seconds of each entry of x.
+        costs: seconds of each entry of x, with the price of its bytes by which ties are decided.
         allowed: whether an entry of x may be 1.
         rows: one row for each reason why a value must exist: the backward pass needs it, or an operation that reads it runs.
         needs: the right-hand sides of `rows`.
         sizes: rows of the device's bytes, and one of the host's, in whole numbers of the largest unit that divides all of them.
         limits: their budgets in that unit.
-        bytes_of: bytes of each entry of x, on the device or in host memory.
         everything_s: seconds of recomputing everything.
     """
 
-    groups: tuple[tuple[int, ...], ...]
+    groups: list[tuple[int, ...]]
     costs: np.ndarray
     allowed: np.ndarray
     rows: csr_array
     needs: np.ndarray
     sizes: np.ndarray
     limits: np.ndarray
-    bytes_of: np.ndarray
     everything_s: float
 
 
@@ -139,96 +126,84 @@ def _make_program(problem: Problem, budgets: Sequence[Row], max_offload_bytes: i
     Three kinds of things are left out because they can't matter: operations that nothing needs, rows that other rows imply,
     and saving values that cost less to recompute from the inputs.
     """
-    producer = {v: index for index, op in enumerate(problem.ops) for v in op.outputs}
+    producer, above = problem.producers, _ancestors(problem)
     needed = {v for v, value in enumerate(problem.values) if value.needed and v in producer}
-    above = _ancestors(problem, producer)
     ops = sorted(set().union(*(above[producer[v]] for v in needed)))
-    column = {op: i for i, op in enumerate(ops)}
-    readers: dict[int, set[int]] = {v: set() for v in producer}
+    readers: dict[int, set[int]] = {v: set() for v in range(len(problem.values))}
     for op in ops:
         for v in problem.ops[op].inputs:
-            if v in producer:
-                readers[v].add(op)
+            readers[v].add(op)
     groups = [g for g in _value_groups(problem) if not needed.isdisjoint(g) or any(readers[v] for v in g)]
-    count = len(groups)
-    makers = [producer[g[0]] for g in groups]
+    makers, count = [producer[g[0]] for g in groups], len(groups)
 
-    entries: list[_Entry] = []
+    column = {op: 2 * count + i for i, op in enumerate(ops)}
+    entries: list[tuple[int, int, float]] = []
     needs: list[float] = []
     for i, (group, maker) in enumerate(zip(groups, makers, strict=True)):
         is_needed = not needed.isdisjoint(group)  # then it exists for every reader, and no row per reader is necessary
         for reader in [None] if is_needed else sorted(set().union(*(readers[v] for v in group))):
-            row = len(needs)
-            entries += [_Entry(row, at, 1.0) for at in (i, count + i, 2 * count + column[maker])]
-            if reader is not None:
-                entries.append(_Entry(row, 2 * count + column[reader], -1.0))
+            entries += [(len(needs), at, 1.0) for at in (i, count + i, column[maker])]
+            entries += [] if reader is None else [(len(needs), column[reader], -1.0)]
             needs.append(float(reader is None))
 
+    def of_groups(numbers: Sequence[int]) -> np.ndarray:
+        return np.array([sum(numbers[v] for v in g) for g in groups], np.int64)
+
+    limits = [row.budget_bytes for row in budgets]
+    live, num_bytes = [of_groups(row.num_bytes) for row in budgets], of_groups([value.num_bytes for value in problem.values])
     run_s = np.array([problem.ops[op].recompute_s for op in ops])
     scratch_s = np.array([math.fsum(problem.ops[op].recompute_s for op in above[maker]) for maker in makers])
-    num_bytes = np.array([sum(problem.values[v].num_bytes for v in g) for g in groups], np.int64)
     save_s = np.array([problem.save_seconds(g) for g in groups])
     offload_s = num_bytes * problem.offload_s_per_byte
-    can_save = np.array([all(problem.values[v].saveable for v in g) for g in groups], bool)
-    can_offload = np.array([all(problem.values[v].offloadable for v in g) for g in groups], bool)
-    live = np.array([[sum(row.num_bytes[v] for v in g) for g in groups] for row in budgets], np.int64).reshape(
-        len(budgets), count
-    )
-    limits = [row.budget_bytes for row in budgets]
-    can_save &= (live <= np.array(limits)[:, None]).all(axis=0) & (save_s < scratch_s)
-    can_offload &= (max_offload_bytes > 0) & (num_bytes <= max_offload_bytes) & (offload_s < scratch_s)
+    can_save = np.array([all(problem.values[v].saveable for v in g) for g in groups], bool) & (save_s < scratch_s)
+    can_save &= np.all([of_row <= limit for of_row, limit in zip(live, limits, strict=True)], axis=0)
+    can_offload = np.array([all(problem.values[v].offloadable for v in g) for g in groups], bool) & (offload_s < scratch_s)
+    can_offload &= (max_offload_bytes > 0) & (num_bytes <= max_offload_bytes)
 
-    none = np.zeros(len(ops), np.int64)
-    unit = max(1, int(np.gcd.reduce(np.vstack([live, num_bytes])[:, can_save | can_offload], axis=None)))
+    none, everything_s = np.zeros(len(ops), np.int64), math.fsum(run_s)
+    unit = max(1, int(np.gcd.reduce(np.stack([*live, num_bytes])[:, can_save | can_offload], axis=None)))
     saved = [np.concatenate([of_row // unit * can_save, 0 * num_bytes, none]) for of_row in live]
     offloaded = np.concatenate([0 * num_bytes, num_bytes // unit * can_offload, none])
+    tie_s_per_byte = _TIE * everything_s / max(1, 2 * num_bytes.sum())
     return _Milp(
-        groups=tuple(groups),
-        costs=np.concatenate([save_s, offload_s, run_s]),
+        groups=groups,
+        costs=np.concatenate([save_s, offload_s, run_s]) + tie_s_per_byte * np.concatenate([num_bytes, num_bytes, none]),
         allowed=np.concatenate([can_save, can_offload, np.ones(len(ops), bool)]),
         rows=_sparse(entries, (len(needs), 2 * count + len(ops))),
         needs=np.array(needs),
         sizes=np.stack([*saved, offloaded]),
         limits=np.array([limit // unit for limit in (*limits, max_offload_bytes)]),
-        bytes_of=np.concatenate([num_bytes, num_bytes, none]),
-        everything_s=math.fsum(run_s),
+        everything_s=everything_s,
     )
 
 
-def _ancestors(problem: Problem, producer: dict[int, int]) -> list[set[int]]:
+def _ancestors(problem: Problem) -> list[set[int]]:
     """By operation, the operations that run when it runs and nothing is saved, itself included."""
-    reads = [{producer[v] for v in op.inputs if v in producer} for op in problem.ops]
     above: list[set[int]] = [set() for _ in problem.ops]
-    for op in graphlib.TopologicalSorter(dict(enumerate(reads))).static_order():
-        above[op] = {op}.union(*(above[before] for before in reads[op]))
+    for op in graphlib.TopologicalSorter(dict(enumerate(problem.reads))).static_order():
+        above[op] = {op}.union(*(above[before] for before in problem.reads[op]))
     return above
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """The decision found in time, if any, and the least seconds of any decision within budget."""
+def _run(program: _Milp, time_limit_s: float) -> tuple[Decision, float]:
+    """The decision that HiGHS finds in time, and the least seconds of any decision within budget.
 
-    decision: Decision | None
-    bound_s: float
-
-
-def _run(program: _Milp, time_limit_s: float) -> _Outcome:
-    """Solves the program with HiGHS."""
+    The decision saves nothing where none is found.
+    """
     if not program.costs.size:
-        return _Outcome(Decision(), 0.0)
+        return Decision(), 0.0
     allowed = program.allowed
     scale = _SCALE / (program.everything_s or 1.0)
-    tie_s_per_byte = _TIE * program.everything_s / max(1, program.bytes_of.sum())
-    costs = scale * (program.costs + tie_s_per_byte * program.bytes_of)[allowed]
-    budgets = _split(program.sizes[:, allowed], program.limits)
-    num_chosen, num_carries = len(costs), budgets.carries.shape[1]
+    budgets, limits = _in_digits(program.sizes[:, allowed], program.limits)
+    num_chosen = int(allowed.sum())
+    num_carries = budgets.shape[1] - num_chosen
     result = milp(
-        np.append(costs, np.zeros(num_carries)),
+        np.append(scale * program.costs[allowed], np.zeros(num_carries)),
         integrality=np.ones(num_chosen + num_carries),
         bounds=Bounds(0, np.repeat([1, np.inf], [num_chosen, num_carries])),  # pyright: ignore[reportArgumentType]
         constraints=[
             (hstack([program.rows[:, allowed], csr_array((len(program.needs), num_carries))]), program.needs, np.inf),
-            (csr_array(np.hstack([budgets.digits, budgets.carries])), -np.inf, budgets.limits),
+            (csr_array(budgets), -np.inf, limits),
         ],
         # Presolve saves no time here. Undoing it can lose a decision that fits; HiGHS then repairs it, and prints that.
         options={"disp": False, "presolve": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
@@ -238,51 +213,47 @@ def _run(program: _Milp, time_limit_s: float) -> _Outcome:
     chosen = np.zeros_like(allowed)
     if result.x is not None:
         chosen[allowed] = result.x[:num_chosen] > 0.5
-    if result.x is None or (program.sizes @ chosen > program.limits).any():
-        return _Outcome(None, bound_s)
-    count = len(program.groups)
-    save = frozenset(v for g, on in zip(program.groups, chosen[:count], strict=True) if on for v in g)
-    offload = frozenset(v for g, on in zip(program.groups, chosen[count : 2 * count], strict=True) if on for v in g)
-    return _Outcome(Decision(save, offload - save), bound_s)
+    if (program.sizes @ chosen > program.limits).any():
+        return Decision(), bound_s
+    on, count = chosen.tolist(), len(program.groups)
+    save, offload = (
+        frozenset(v for g, is_on in zip(program.groups, part, strict=True) if is_on for v in g)
+        for part in (on[:count], on[count : 2 * count])
+    )
+    return Decision(save, offload - save), bound_s
 
 
-@dataclass(frozen=True)
-class _Budgets:
-    """Budgets with small coefficients: `digits @ x + carries @ c <= limits`.
-
-    The carries c are whole numbers from 0 up.
-    """
-
-    digits: np.ndarray
-    carries: np.ndarray
-    limits: np.ndarray
-
-
-def _split(sizes: np.ndarray, limits: np.ndarray) -> _Budgets:
-    """Writes the budgets `sizes @ x <= limits` in digits.
+def _in_digits(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The budgets `sizes @ x <= limits` with small coefficients, as rows over [x | carries] and their limits.
 
     A budget that x can't exceed is left out. Let s = high * base + low, and the limit likewise. Then s @ x <= limit is the
-    same as the two rows low @ x <= low limit + base * carry and high @ x + carry <= high limit. The high part is split again
-    until it is small. No coefficient is large then, and nothing is rounded.
+    same as the two rows low @ x <= low limit + base * carry and high @ x + carry <= high limit, with a whole carry from 0 up.
+    The high part is split again until it is small. No coefficient is large then, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
-    digits, ends = [], []
-    carried: list[_Entry] = []
-    num_carries = 0
+    rows, ends = [], []
+    carried: list[tuple[int, int, float]] = []
     for budget in np.flatnonzero(sizes.sum(axis=1) > limits):
         high, limit = sizes[budget], int(limits[budget])
         while limit >= base:
-            carried += [_Entry(len(digits), num_carries, -base), _Entry(len(digits) + 1, num_carries, 1)]
-            num_carries += 1
-            digits.append(high % base)
+            carry = len(carried) // 2
+            carried += [(len(rows), carry, -base), (len(rows) + 1, carry, 1)]
+            rows.append(high % base)
             ends.append(limit % base)
             high, limit = high // base, limit // base
-        digits.append(high)
+        rows.append(high)
         ends.append(limit)
-    carries = _sparse(carried, (len(digits), num_carries)).toarray()
+    carries = _sparse(carried, (len(rows), len(carried) // 2)).toarray()
     # Divided by the base, so that the rounding of what HiGHS takes for whole numbers isn't multiplied beyond its tolerance. The
     # base is a power of two, so that the division is exact.
-    return _Budgets(np.array(digits).reshape(len(digits), sizes.shape[1]) / base, carries / base, np.array(ends) / base)
+    digits = np.array(rows).reshape(len(rows), sizes.shape[1])
+    return np.hstack([digits, carries]) / base, np.array(ends) / base
+
+
+def _sparse(entries: list[tuple[int, int, float]], shape: tuple[int, int]) -> csr_array:
+    """The matrix of these (row, column, coefficient)."""
+    rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
+    return csr_array((coefficients, (rows, columns)), shape=shape)
 
 
 def _without_unread(problem: Problem, decision: Decision) -> Decision:
@@ -290,24 +261,8 @@ def _without_unread(problem: Problem, decision: Decision) -> Decision:
 
     Rounding may leave such values in it.
     """
-    recomputed = evaluate(problem, decision).recomputed
-    read = {v for v, value in enumerate(problem.values) if value.needed}.union(
-        *(problem.ops[op].inputs for op in recomputed)
-    )
-    made = {v for op in recomputed for v in problem.ops[op].outputs}
+    ops = [problem.ops[op] for op in evaluate(problem, decision).recomputed]
+    read = {v for v, value in enumerate(problem.values) if value.needed}.union(*(op.inputs for op in ops))
+    made = {v for op in ops for v in op.outputs}
     useful = {v for g in _value_groups(problem) if made.isdisjoint(g) and not read.isdisjoint(g) for v in g}
     return Decision(decision.save & useful, decision.offload & useful)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One coefficient of a matrix."""
-
-    row: int
-    column: int
-    coefficient: float
-
-
-def _sparse(entries: list[_Entry], shape: tuple[int, int]) -> csr_array:
-    coefficients = [entry.coefficient for entry in entries]
-    return csr_array((coefficients, ([entry.row for entry in entries], [entry.column for entry in entries])), shape=shape)
