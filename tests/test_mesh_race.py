@@ -19,8 +19,10 @@ from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.decoder_workload import decoder_factory
+from jaxremat.planner.known import Known
+from jaxremat.planner.places import possible
 from jaxremat.planner.plan import Plan, find_plan
-from jaxremat.planner.search import Search, possible
+from jaxremat.planner.search import speed_bounds
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.grammar import parse
@@ -137,17 +139,17 @@ def test_a_share_that_is_a_bound_is_rounded_up(share, text):
     assert percent_up(share) == text
 
 
-def search_of(steps: Steps, loss: str, batches: Sequence[int]) -> Search:
+def known_of(steps: Steps, loss: str, batches: Sequence[int]) -> Known:
     batches = possible(steps, 1000, batches)
-    return Search(steps, (loss,), batches, 1000, start=batches[-1])
+    return Known(steps, (loss,), batches, 1000, start=batches[-1])
 
 
 @pytest.mark.parametrize("budget", [2000, 8000, 40_000])
 def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
     batches = (1, 2, 4, 8, 16)
     xla = Xla()
-    search = search_of(Steps(layer_at, xla, LAYERS, budget), "chunked", batches)
-    bounds = [*search.bounds()]
+    known = known_of(Steps(layer_at, xla, LAYERS, budget), "chunked", batches)
+    bounds = [*speed_bounds(known)]
     speeds = []
     for batch in batches:
         found = find_plan(Steps(layer_at, Xla(), LAYERS, budget), losses=("chunked",), batch=batch)
@@ -155,7 +157,7 @@ def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
     assert all(bound >= max(speeds) for bound in bounds)
     assert [*bounds] == sorted(bounds, reverse=True)
     assert bounds[-1] <= 1.1 * max(speeds)
-    assert (best := search.best())
+    assert (best := known.best())
     assert best.speed >= (1 - 5e-3) * max(speeds)
     assert len(xla.calls) == len(bounds)
     assert len([policy for policy, *_ in xla.calls if policy == NOTHING]) <= 4
@@ -174,7 +176,7 @@ def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
             return formula(policy, loss, batch)
 
         steps = Steps(layer_at, compile_step, LAYERS, 8000)
-        return [*search_of(steps, "chunked", range(1, 4097)).bounds()]
+        return [*speed_bounds(known_of(steps, "chunked", range(1, 4097)))]
 
     unrefused, refused = bounds(4096), bounds(20)
     assert refused[-1] == pytest.approx(unrefused[-1])
@@ -184,7 +186,7 @@ def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
 
 def test_where_nothing_fits_the_bound_is_0():
     xla = Xla()
-    found = search_of(Steps(layer_at, xla, LAYERS, 1100), "full", range(1, 9)).bounds()
+    found = speed_bounds(known_of(Steps(layer_at, xla, LAYERS, 1100), "full", range(1, 9)))
     assert next(found) == 0.0
     assert len(xla.calls) == 1
 
@@ -192,7 +194,7 @@ def test_where_nothing_fits_the_bound_is_0():
 def test_a_bound_is_finite():
     """Without a limit of the batch but the budget, and with one that is far above it."""
     for batches in (range(1, 4097), range(1, 2)):
-        (first, *_) = search_of(Steps(layer_at, Xla(), LAYERS, 10**9), "full", batches).bounds()
+        (first, *_) = speed_bounds(known_of(Steps(layer_at, Xla(), LAYERS, 10**9), "full", batches))
         assert 0 < first < math.inf
 
 

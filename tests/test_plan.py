@@ -555,7 +555,7 @@ def test_prices_of_what_is_offloaded():
 
 
 def test_a_compiled_candidate_corrects_what_is_expected():
-    """The example of `planner/corrections.py`; then a mix that doesn't fit, and a step that takes much less than expected."""
+    """A step that took 70 bytes more than expected; then a mix that doesn't fit, and a step that takes much less."""
     layer = layer_at(8)
     best = best_candidate(layer, LAYERS, Corrections(0, 10**6))
     assert best

@@ -19,6 +19,7 @@ from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.planner.candidates import best_candidate, named_policies
 from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.estimate import Family
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import as_one
 from jaxremat.policy.grammar import parse
@@ -110,7 +111,11 @@ def test_a_plan_of_two_kinds_speaks_of_each_kind_s_own_values(h100):
     encoder, decoder = estimate_workload(run_of(workload, h100), h100.speed, ROWS)
     assert [(kind.num_layers, kind.layer.in_scan) for kind in (encoder, decoder)] == [(4, True), (2, False)]
     assert encoder.layer.problem.save_s_per_byte > decoder.layer.problem.save_s_per_byte == 0
-    assert encoder.layer.copied_bytes == encoder.layer.input_bytes > decoder.layer.copied_bytes == 0
+    of_pairs = [
+        Corrections(0, 0).expected_beyond(kind.layer, Family(False, kind.layer.problem), 2) for kind in (encoder, decoder)
+    ]
+    assert of_pairs == [encoder.layer.input_bytes, 0]
+    assert encoder.layer.input_bytes > 0
     for kind in (encoder, decoder):
         assert kind.prefix
         assert all(name.startswith(kind.prefix) for name in kind.layer.names.values()), "hidden is a name of both"

@@ -164,7 +164,7 @@ def test_the_bound_holds_for_layers_that_each_keep_something_else(found, share):
 
 # What the single layer is made of.
 
-#: 3 layers of an encoder and 2 of a decoder, each with one value: the example of `planner/shared_budget.py`.
+#: 3 layers of an encoder and 2 of a decoder, each with one value.
 EXAMPLE = [
     stack(
         Problem(

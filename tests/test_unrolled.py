@@ -95,6 +95,14 @@ def test_the_least_bytes():
     assert is_better(found, looped, "memory")
 
 
+def test_the_least_bytes_may_be_those_of_full_remat():
+    """Groups of layers make no sense. Unrolled, full remat is compiled, too."""
+    layouts = [Steps(at, xla, LAYERS, 10**6, has_groups=False) for at, xla in ((layer_at, Xla()), (unrolled_at, Unrolled()))]
+    options = {"losses": ("full",), "batch": 8, "fixed_bytes": 1000, "batches": range(1, 65)}
+    plans = [one.plan for one in find_plans(layouts, objective="memory", **options)]
+    assert [one.policy for one in plans if isinstance(one, Plan)] == [NOTHING, NOTHING]
+
+
 def test_at_the_largest_batch_there_is_no_room_for_another_plan():
     looped, found = both(9_000, Unrolled(), objective="batch")
     assert looped.policy == SPARSE

@@ -18,11 +18,11 @@ from jaxremat.answer.race import Reached, Standing, race, still_running
 from jaxremat.errors import CompileError
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.known import SMALLER
 from jaxremat.planner.plan import Plan
-from jaxremat.planner.search import SMALLER, at_most
 from jaxremat.planner.steps import Cost
 from jaxremat.policy.spec import Policy
-from jaxremat.search.batch import GROWTH, largest_batch
+from jaxremat.search.batch import GROWTH, at_most, largest_batch
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.trials import Trials

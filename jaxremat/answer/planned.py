@@ -10,8 +10,10 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.known import Known
+from jaxremat.planner.places import possible
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
-from jaxremat.planner.search import Search, possible
+from jaxremat.planner.search import speed_bounds
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
@@ -160,9 +162,9 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
     of_plan = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time"), Compiles())
     steps, fixed_bytes = of_plan.steps(batches[0]), trials.with_loss(loss).state_bytes()
     batches = batches if len(batches) == 1 else possible(steps, fixed_bytes, batches)
-    search = Search(steps, (loss,), batches, fixed_bytes, start=batches[-1])
-    yield from search.bounds()
-    found = found_by(search, "time").plan
+    known = Known(steps, (loss,), batches, fixed_bytes, start=batches[-1])
+    yield from speed_bounds(known)
+    found = found_by(known, "time").plan
     assert found is not None, "the layers' own layout has a plan, or a step that doesn't fit"
     yield of_plan.planned(found)
 

@@ -186,7 +186,7 @@ def _ancestors(problem: Problem) -> list[set[int]]:
 
 
 def _run(program: _Milp, time_limit_s: float) -> tuple[Decision, float]:
-    """The decision that HiGHS finds in time, and the least seconds of any decision within budget.
+    """The decision that HiGHS finds in time, and the least seconds of any within budget.
 
     The decision saves nothing where none is found.
     """
@@ -224,11 +224,12 @@ def _run(program: _Milp, time_limit_s: float) -> tuple[Decision, float]:
 
 
 def _in_digits(sizes: np.ndarray, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The budgets `sizes @ x <= limits` with small coefficients, as rows over [x | carries] and their limits.
+    """The budgets `sizes @ x <= limits` with small coefficients.
 
-    A budget that x can't exceed is left out. Let s = high * base + low, and the limit likewise. Then s @ x <= limit is the
-    same as the two rows low @ x <= low limit + base * carry and high @ x + carry <= high limit, with a whole carry from 0 up.
-    The high part is split again until it is small. No coefficient is large then, and nothing is rounded.
+    They are rows over [x | carries], and their limits. A budget that x can't exceed is left out. Let s = high * base + low, and
+    the limit likewise. Then s @ x <= limit is the same as the two rows low @ x <= low limit + base * carry and
+    high @ x + carry <= high limit, with a whole carry from 0 up. The high part is split again until it is small. No coefficient
+    is large then, and nothing is rounded.
     """
     base = 1 << _DIGIT_BITS
     rows, ends = [], []

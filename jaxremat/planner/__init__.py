@@ -7,5 +7,6 @@ The modules, in the order in which they build on each other:
 * `estimate.py` has what is known about a layer, and `shared_budget.py` makes one layer of several kinds of layers.
 * `candidates.py` makes policies for the whole stack. `corrections.py` and `seconds.py` correct them by compiled steps.
 * `steps.py` is the interface to the compiler, and `curve.py` has everything around the layers, by batch.
+* `known.py` has the steps as far as they are known, and `places.py` says which loss and batch promise the most.
 * `search.py` is the one loop that compiles, and `plan.py` makes a plan of its answer.
 """

@@ -21,13 +21,7 @@ _MAX_SOLVED = 8  # best decisions of a layer, each with the room that another on
 
 
 def best_candidate(layer: LayerEstimate, num_layers: int, corrections: Corrections) -> Candidate | None:
-    """The candidate of the least seconds that is expected to fit.
-
-    Between equal seconds, fewer saved bytes win.
-
-    Returns:
-        None where no candidate is expected to fit.
-    """
+    """The fastest candidate that is expected to fit. None where there is none."""
     return fastest(candidates(layer, num_layers, corrections))
 
 
@@ -60,7 +54,7 @@ def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known:
     They save one value more or less. Not all is known of what is live at the peak. So they may be expected to take more than
     the budget, by the bytes of all values of one layer.
     """
-    most_bytes = corrections.left_bytes + sum(layer.problem.values[v].num_bytes for v in layer.everything.save)
+    most_bytes = corrections.left_bytes + layer.problem.num_bytes(layer.everything.save)
     for family in layer.families:
         free = frozenset(v for v in layer.everything.save - family.always.save if family.problem.values[v].saveable)
         starts = {frozenset[int](), *(one.save & free for one in known if family.always.save <= one.save)}
@@ -72,10 +66,10 @@ def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known:
 
 
 #: Numbers of neighbouring layers, and the decision that they share. Repeated, they are all layers.
-_Group = tuple[tuple[int, Point], ...]
+Group = tuple[tuple[int, Point], ...]
 
 
-def _layer_groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections) -> Iterator[_Group]:
+def _layer_groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections) -> Iterator[Group]:
     """The groups of layers that are worth repeating over the stack."""
     for point in family.hull:
         yield ((1, point),)
@@ -88,73 +82,53 @@ def _layer_groups(layer: LayerEstimate, family: Family, num_layers: int, correct
                 yield ((1, alone),)
                 found.add(alone.decision)
                 waiting += [layer.run_once(union(alone.decision, family.always))] if corrections.moments else []
-    if not corrections.allows_mixes:
-        return
-    for size in range(2, MAX_GROUP + 1):
-        if num_layers % size:
-            continue
+    sizes = [size for size in range(2, MAX_GROUP + 1) if num_layers % size == 0]
+    for size in sizes if corrections.allows_mixes else ():
         for left, right in itertools.pairwise(family.hull):
             for n in range(1, size):
                 if math.gcd(n, size) == 1:
                     yield ((size - n, left), (n, right))
 
 
-def _at_peak(layer: LayerEstimate, candidate: Candidate, num_layers: int, corrections: Corrections) -> int:
-    """Bytes by which the peak is expected to be above full remat's.
+def _solution(layer: LayerEstimate, family: Family, limits: tuple[Row, ...]) -> Point:
+    """The best decision of the family for one layer within the limits."""
+    problem, left_bytes = family.problem, max(0, layer.offload_bytes - layer.problem.num_bytes(family.always.offload))
+    all_bytes = problem.num_bytes(range(len(problem.values)))
+    return point_of(problem, solve(problem, all_bytes, max_offload_bytes=left_bytes, rows=limits).decision)
 
-    What compiled steps took beyond that is left out.
+
+def _expected(layer: LayerEstimate, family: Family, group: Group, num_layers: int, corrections: Corrections) -> Candidate:
+    """The candidate that repeats `group` over all layers, with its expected bytes.
 
     The peak is that of the part of the group for which this is the most. The gradient runs through the last part first. In
     unrolled layers, what the last part saved is freed before the gradient comes to the part before it. A scan frees nothing.
     """
-    later_bytes, most = 0, []
+    candidate, later_bytes, peaks = candidate_of(layer, family, group, num_layers), 0, []
     for count, decision in reversed(candidate.group):
-        most.append(corrections.at_peak(layer, decision, candidate.shares, num_layers) - later_bytes)
-        saved_bytes = sum(layer.problem.values[v].num_bytes for v in decision.save)
-        later_bytes += 0 if layer.in_scan else count * saved_bytes
-    return max(most)
-
-
-def _solution(layer: LayerEstimate, family: Family, limits: tuple[Row, ...]) -> Point:
-    """The best decision of the family for one layer within the limits."""
-    offloaded_bytes = sum(layer.problem.values[v].num_bytes for v in family.always.offload)
-    left_bytes = max(0, layer.offload_bytes - offloaded_bytes)
-    all_bytes = sum(value.num_bytes for value in family.problem.values)
-    decision = solve(family.problem, all_bytes, max_offload_bytes=left_bytes, rows=limits).decision
-    return point_of(family.problem, decision)
-
-
-def candidate_of(layer: LayerEstimate, family: Family, point: Point, num_layers: int) -> Candidate:
-    """The candidate by which all layers have the decision of a point.
-
-    It is expected to take the bytes that it saves.
-    """
-    candidate = _candidate(layer, family, ((1, point),), num_layers)
-    return replace(candidate, expected_bytes=candidate.saved_bytes)
-
-
-def _expected(layer: LayerEstimate, family: Family, group: _Group, num_layers: int, corrections: Corrections) -> Candidate:
-    """The candidate that repeats `group` over all layers, with its expected bytes."""
-    candidate = _candidate(layer, family, group, num_layers)
-    peak_bytes = _at_peak(layer, candidate, num_layers, corrections)
+        peaks.append(corrections.at_peak(layer, decision, candidate.shares, num_layers) - later_bytes)
+        later_bytes += 0 if layer.in_scan else count * layer.problem.num_bytes(decision.save)
+    peak_bytes = max(peaks)
     expected_bytes = peak_bytes + corrections.expected_beyond(layer, family, candidate.group_size)
     return replace(candidate, peak_bytes=peak_bytes, expected_bytes=expected_bytes)
 
 
-def _candidate(layer: LayerEstimate, family: Family, group: _Group, num_layers: int) -> Candidate:
-    """The candidate that repeats `group` over all layers, without its expected bytes."""
+def candidate_of(layer: LayerEstimate, family: Family, group: Group, num_layers: int) -> Candidate:
+    """The candidate that repeats `group` over all layers.
+
+    It is expected to take the bytes that it saves.
+    """
     group_size = sum(count for count, _ in group)
     times = num_layers // group_size
     decisions = tuple((count, union(point.decision, family.always)) for count, point in group)
     policies = tuple((count, policy_of(layer, decision, family.attention)) for count, decision in decisions)
-    group_bytes = sum(count * point.saved_bytes for count, point in group)
-    group_s = math.fsum(count * point.cost_s for count, point in group)
+    saved_bytes = num_layers * family.always_bytes + times * sum(count * point.saved_bytes for count, point in group)
     return Candidate(
         policy=policies[0][1] if len(group) == 1 else Mix(policies),
         group=decisions,
         family=family,
-        saved_bytes=num_layers * family.always_bytes + times * group_bytes,
-        cost_s=num_layers * family.always_s + times * group_s,
+        saved_bytes=saved_bytes,
+        cost_s=num_layers * family.always_s + times * math.fsum(count * point.cost_s for count, point in group),
+        expected_bytes=saved_bytes,
     )
 
 

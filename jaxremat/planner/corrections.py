@@ -3,11 +3,7 @@
 A step is expected to take as many bytes as the full-remat step, plus the bytes that its policy saves. Where it is known what
 is live moment by moment (`Cost.moments`), only what is saved at the peak counts, and what no longer runs a second time is
 left out. XLA often takes somewhat more or less than that. The difference of a compiled candidate corrects what is expected
-of the next candidates.
-
-Example: the full-remat step takes 1000 bytes, the budget is 1500, and the best candidate saves 450. It is expected to take
-1450, and compiled it takes 1520: 70 bytes beyond what it saves, which is over the budget. From then on, a candidate that
-saves n bytes is expected to take 1000 + n + 70, so that only candidates that save up to 430 bytes are proposed.
+of the next candidates. Where it took 70 bytes more, they are expected to take 70 more, too.
 """
 
 from collections.abc import Callable, Mapping
@@ -94,22 +90,22 @@ class Corrections:
     def expected_beyond(self, layer: LayerEstimate, family: Family, group_size: int) -> int:
         """Bytes expected beyond full remat, what is saved, and the change of the working set.
 
-        If no step with groups of this size was compiled, the number for single layers is taken, and in a scan a copy of the
-        layer's inputs is added for each further layer of the group.
+        If no step with groups of this size was compiled, the number for single layers is taken. In a scan, XLA copies the inputs
+        of each further layer of the group out of their stacks.
         """
+        copied_bytes = (group_size - 1) * layer.input_bytes if layer.in_scan else 0
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}
-        return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.copied_bytes)
+        return known.get(group_size, known.get(1, 0) + copied_bytes)
 
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""
         beyond = total_bytes - self.base_bytes - candidate.peak_bytes
-        is_mix = candidate.group_size > 1
+        is_mix, own = candidate.group_size > 1, candidate.family
         learned = replace(self, allows_mixes=self.allows_mixes and (total_bytes <= self.budget_bytes or not is_mix))
-        if candidate.family.beyond_bytes is not None:
-            corrected = replace(candidate.family, beyond_bytes=beyond)
-            families = (corrected if family == candidate.family else family for family in self.learned_families)
+        if own.beyond_bytes is not None:
+            families = (replace(own, beyond_bytes=beyond) if one == own else one for one in self.learned_families)
             return replace(learned, learned_families=tuple(families))
         if not is_mix and beyond < -_MUCH_LESS * self.base_bytes:
-            family = candidate.family.with_working_set_of(candidate.decision, beyond)
-            return replace(learned, learned_families=(*self.learned_families, family))
+            families = (*self.learned_families, own.with_working_set_of(candidate.decision, beyond))
+            return replace(learned, learned_families=families)
         return replace(learned, beyond_bytes={**self.beyond_bytes, candidate.group_size: beyond})

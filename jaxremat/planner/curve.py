@@ -1,7 +1,6 @@
 """Full remat by batch: bytes and seconds of everything around the layers.
 
-They are read off few compiled steps. Example: compiled at batch 8 it takes 10 GiB, and at batch 24 it takes 26 GiB. At batch
-16 it is expected to take 18 GiB.
+They are read off straight lines through few compiled steps.
 """
 
 from collections.abc import Callable
@@ -22,9 +21,8 @@ class CurvePoint:
 class Curve:
     """Bytes and seconds of the full-remat step by batch.
 
-    It was compiled at `points`, which have rising batches. Between two points, and beyond the first and the last two, the
-    curve is a straight line. Steps that XLA rejected are left out of these lines where two others are known. A batch below the
-    smallest compiled one is expected to take no fewer seconds for each sequence than that one.
+    It was compiled at `points`, in rising batches. Elsewhere it is a straight line, but below the first point a sequence takes
+    no fewer seconds than there. Steps that XLA rejected are left out where two others are known.
     """
 
     points: tuple[CurvePoint, ...]
@@ -36,11 +34,17 @@ class Curve:
 
     @property
     def _corners(self) -> tuple[CurvePoint, ...]:
-        return accepted if len(accepted := self.accepted) > 1 else self.points
+        return self.accepted if len(self.accepted) > 1 else self.points
 
     def with_point(self, batch: int, cost: Cost) -> "Curve":
+        """The curve through one more compiled step.
+
+        With two that XLA accepted, it does without the state at batch 0.
+        """
         others = (point for point in self.points if point.batch != batch)
-        return Curve(tuple(sorted((*others, CurvePoint(batch, cost)), key=lambda point: point.batch)))
+        points = sorted((*others, CurvePoint(batch, cost)), key=lambda point: point.batch)
+        has_two = sum(point.batch > 0 and not point.cost.is_rejected for point in points) > 1
+        return Curve(tuple(point for point in points if point.batch or not has_two))
 
     def is_compiled(self, batch: int) -> bool:
         return any(point.batch == batch for point in self.points)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from jaxremat.errors import JaxrematError
 from jaxremat.knapsack.evaluate import evaluate
 from jaxremat.knapsack.hull import Point, lower_hull
-from jaxremat.knapsack.problem import LEAST_S, Decision, Problem
+from jaxremat.knapsack.problem import LEAST_S, Decision, Problem, union
 from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
 
 #: The number that makes a name unique: `mlp/mul.2` is the third of the values that a layer makes as `mlp/mul`.
@@ -75,7 +75,7 @@ class LayerEstimate:
     @functools.cached_property
     def input_bytes(self) -> int:
         """Bytes of the layer's inputs, parameters included."""
-        return sum(self.problem.values[v].num_bytes for v in self.problem.inputs)
+        return self.problem.num_bytes(self.problem.inputs)
 
     def run_once(self, decision: Decision) -> frozenset[str]:
         """The names of operations that run once under `decision`, and of the values that they make.
@@ -95,14 +95,6 @@ class LayerEstimate:
 
         return frozenset(names(set(range(len(ops))) - again) - names(written))
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that each further layer of a group takes, if its layers save different values.
-
-        In a scan, XLA copies each further layer's inputs out of their stacks. Unrolled layers read theirs where they are.
-        """
-        return self.input_bytes if self.in_scan else 0
-
     @functools.cached_property
     def nothing_s(self) -> float:
         """Seconds that saving nothing costs."""
@@ -121,8 +113,8 @@ class Family:
         always: the values that all decisions of the family save.
         always_bytes: bytes on the device that these take in a layer.
         always_s: seconds that saving these costs in a layer.
-        beyond_bytes: for a family learned from a compiled step, the bytes that this step took in addition to what it saves.
-            Negative where it took less. None for the families that a layer starts with.
+        beyond_bytes: for a family learned from a compiled step, the bytes that this step took in addition to what it saves, and
+            negative where it took less. None for the families that a layer starts with.
     """
 
     attention: bool
@@ -136,18 +128,18 @@ class Family:
     def keeping(self, decision: Decision, never: frozenset[int] = frozenset()) -> "Family":
         """The decisions of this family that save all that `decision` saves, and no value of `never`."""
         save, offload = decision.save - self.always.save, decision.offload - self.always.offload
-        values, problem = self.problem.values, self.problem
-        free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in enumerate(values))
-        saved_bytes, offloaded_bytes = (sum(values[v].num_bytes for v in kept) for kept in (save, offload))
+        problem, values = self.problem, enumerate(self.problem.values)
+        free = tuple(replace(v, saveable=False, offloadable=False) if n in never else v for n, v in values)
         made = (replace(op, outputs=tuple(v for v in op.outputs if v not in save | offload)) for op in problem.ops)
         ops, inputs = tuple(op for op in made if op.outputs), (*problem.inputs, *sorted(save | offload))
+        offload_s = problem.num_bytes(offload) * problem.offload_s_per_byte
         return replace(
             self,
             problem=replace(problem, values=free, ops=ops, inputs=inputs),
             hull=(),
-            always=Decision(self.always.save | save, self.always.offload | offload),
-            always_bytes=self.always_bytes + saved_bytes,
-            always_s=self.always_s + problem.save_seconds(save) + offloaded_bytes * problem.offload_s_per_byte,
+            always=union(self.always, decision),
+            always_bytes=self.always_bytes + problem.num_bytes(save),
+            always_s=self.always_s + problem.save_seconds(save) + offload_s,
         )
 
     def with_working_set_of(self, decision: Decision, beyond_bytes: int) -> "Family":
@@ -221,7 +213,6 @@ def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> Laye
 
     It saves fused attention too if `attention`.
     """
-    save, offload = (
-        tuple(layer.names[v] for v in sorted(kept) if v in layer.names) for kept in (decision.save, decision.offload)
-    )
+    chosen = (decision.save, decision.offload)
+    save, offload = (tuple(layer.names[v] for v in sorted(values) if v in layer.names) for values in chosen)
     return Names(save, offload, attention) if save or offload else Rule("nothing", attention)

@@ -1,21 +1,5 @@
 """Makes the plan of most tokens per second in a budget: saved values, loss and batch.
 
-A worked example. A layer makes three values one after the other, x -> a -> b -> c, and its backward pass reads all three:
-
-    value    bytes    seconds to make it
-    a        40       4
-    b        40       1
-    c        20       3
-
-There are two such layers. The full-remat step, which recomputes all three values in both layers, takes 1000 bytes and spends
-2 * (4 + 1 + 3) = 16 seconds on recomputing.
-
-* A budget of 1120 bytes leaves 120 bytes for saving, 60 for each layer. The best that a layer can save in 60 bytes is `a` and
-  `c`: it then recomputes only `b`. The plan is `save:a,c`, and recomputing takes 2 * 1 = 2 seconds.
-* A budget of 1080 bytes leaves 80 bytes, 40 for each layer. If both saved the same, the best would be to save `a`, for
-  2 * (1 + 3) = 8 seconds. It is better if one layer saves `c` (20 bytes, 4 + 1 = 5 seconds) and the other saves `a` and `c`
-  (60 bytes, 1 second). The plan is this mix, `1*save:c|1*save:a,c`, and recomputing takes 5 + 1 = 6 seconds.
-
 `search.py` compiles the steps. Here its answer becomes a plan, for each of the three objectives.
 """
 
@@ -25,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxremat.config import Objective
+from jaxremat.errors import CompileError
 from jaxremat.knapsack.hull import lower_bound
 from jaxremat.knapsack.prices import FurtherBudget, Price, prices
 from jaxremat.planner.candidates import named_decision
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.search import Place, Proposal, Search, Tried, find, possible
+from jaxremat.planner.known import Known, Place, Tried
+from jaxremat.planner.places import possible
+from jaxremat.planner.search import Search, find
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH, largest_batch, most_tried
@@ -104,13 +91,7 @@ def find_plan(
         named: whether the named policies that could fit are compiled too.
     """
     (found,) = find_plans(
-        [steps],
-        losses=losses,
-        batch=batch,
-        fixed_bytes=fixed_bytes,
-        batches=batches,
-        objective=objective,
-        named=named,
+        [steps], losses=losses, batch=batch, fixed_bytes=fixed_bytes, batches=batches, objective=objective, named=named
     )
     assert found.plan is not None, "the layers' own layout has a plan, or a step that doesn't fit"
     return found.plan
@@ -139,67 +120,68 @@ def find_plans(
 ) -> list[Found]:
     """`find_plan` in each layout: a scan or that of the layers, and the same layers unrolled."""
     steps, *others = layouts
-    first = Search(steps, losses, [batch or batches[0]], fixed_bytes)
-    searches = [first, *(Search(unrolled, losses, first.batches, fixed_bytes, scanned=first) for unrolled in others)]
+    first = Known(steps, losses, [batch or batches[0]], fixed_bytes)
+    if objective == "batch":
+        _largest(first, batches, named=named)
+    elif objective == "time" and batch is None:
+        known = {batch for layout in layouts for _, _, batch in layout.known if batch in batches}
+        first.batches = sorted(known.union(possible(steps, fixed_bytes, batches)))
+    found = [first, *(Known(unrolled, first.losses, first.batches, fixed_bytes, scanned=first) for unrolled in others)]
     if objective == "memory":
-        _smallest(searches)
-    else:
-        if objective == "batch":
-            _largest(first, batches, named=named)
-        elif batch is None:
-            known = {batch for layout in layouts for _, _, batch in layout.known if batch in batches}
-            first.batches = sorted(known.union(possible(steps, fixed_bytes, batches)))
-        for search in searches:
-            search.batches, search.losses = first.batches, first.losses
-        if objective == "time" or first.best():
-            collections.deque(find(searches, named), maxlen=0)
-    return [found_by(search, objective) for search in searches]
+        _smallest(found)
+    elif objective == "time" or first.best():
+        collections.deque(find(found, named), maxlen=0)
+    return [found_by(known, objective) for known in found]
 
 
-def _largest(search: Search, batches: Sequence[int], *, named: bool) -> None:
+def _largest(known: Known, batches: Sequence[int], *, named: bool) -> None:
     """Compiles the steps that prove the largest batch.
 
     The search continues at that batch, with the losses that reach it.
     """
-    steps, after = search.steps, len(search.losses) - 1 + search.most_left(named)
-    pairs = [*itertools.product(search.losses, steps.least)]
-    reached = dict.fromkeys(search.losses, 0)
+    steps, after = known.steps, len(known.losses) - 1 + Search(known, named).most_left()
+    pairs = [*itertools.product(known.losses, steps.least)]
+    reached = dict.fromkeys(known.losses, 0)
     for left, (loss, policy) in zip(reversed(range(len(pairs))), pairs, strict=True):
+        # Without a limit of the batch, it isn't known how many compiles the searches that come later take at most.
         whole = most_tried(batches) if left else 0
+        later = None if whole is None else left * whole + after
         found = largest_batch(
-            lambda batch, policy=policy, loss=loss: search.add(policy, Place(loss, batch)).cost.total_bytes,
+            lambda batch, policy=policy, loss=loss: known.add(policy, Place(loss, batch)).cost.total_bytes,
             steps.budget_bytes,
-            fixed_bytes=search.fixed_bytes,
+            fixed_bytes=known.fixed_bytes,
             batches=batches,
-            # Without a limit of the batch, it isn't known how many compiles the searches that come later take at most.
-            expect=steps.before(left * whole + after).expect if whole is not None else lambda further: None,
+            expect=lambda further, later=later: None if later is None else steps.expect(further + later),
         )
         reached[loss] = max(reached[loss], found.largest)
     largest = max(reached.values())
-    search.batches = [largest or batches[0]]
-    search.losses = [loss for loss in search.losses if reached[loss] == largest]
+    known.batches = [largest or batches[0]]
+    known.losses = [loss for loss in known.losses if reached[loss] == largest]
 
 
-def _smallest(searches: Sequence[Search]) -> None:
+def _smallest(layouts: Sequence[Known]) -> None:
     """Compiles the policies of the least bytes, and unrolled, the one of the least in a scan."""
-    first, *others = searches
+    first, *others = layouts
     pairs = [*itertools.product(first.steps.least, first.losses)]
     first.steps.expect(len(pairs) + len(others))
     for policy, loss in pairs:
         first.add(policy, Place(loss, first.batches[0]))
+    smallest = min(first.tried.values(), key=lambda step: step.cost.total_bytes)
     for unrolled in others:
-        smallest = min(first.tried.values(), key=lambda step: step.cost.total_bytes)
-        unrolled.attempt(Proposal(smallest.policy, Place(smallest.loss, smallest.batch)))
+        try:
+            unrolled.add(smallest.policy, Place(smallest.loss, smallest.batch))
+        except CompileError as error:
+            unrolled.rejected = str(error)
 
 
-def found_by(search: Search, objective: Objective) -> Found:
-    """The answer of a search."""
-    fitting, tried = [*search.fitting()], tuple(search.tried.values())
+def found_by(known: Known, objective: Objective) -> Found:
+    """The answer of a search that has ended."""
+    fitting, tried = [*known.fitting()], tuple(known.tried.values())
     if not fitting:
-        return Found(None if search.scanned else NoPlan(search.least(), tried), search.rejected)
-    best = min(fitting, key=lambda step: step.cost.total_bytes) if objective == "memory" else search.best()
+        return Found(None if known.scanned else NoPlan(known.least(), tried), known.rejected)
+    best = min(fitting, key=lambda step: step.cost.total_bytes) if objective == "memory" else known.best()
     assert best, "a step fits"
-    return Found(_as_plan(search, best), search.rejected)
+    return Found(_as_plan(known, best), known.rejected)
 
 
 def is_better(one: Plan, other: Plan, objective: Objective) -> bool:
@@ -209,35 +191,30 @@ def is_better(one: Plan, other: Plan, objective: Objective) -> bool:
     return one.batch / one.cost.step_s > other.batch / other.cost.step_s
 
 
-def _as_plan(search: Search, answer: Tried) -> Plan:
+def _as_plan(known: Known, answer: Tried) -> Plan:
     """The plan of a compiled step, with its bound and its prices."""
-    steps, place = search.steps, Place(answer.loss, answer.batch)
-    base, layer = search.base(place), search.layer_at(answer.batch)
-    candidate = search.candidate_at(answer.policy, place)
-    corrections = Corrections(base.total_bytes, steps.budget_bytes, base.moments)
-    left_bytes = corrections.most_saved(layer)
-    expected_bytes = recompute_s = None
-    if candidate:
-        decision, expected_bytes = candidate.decision, candidate.expected_bytes
-        recompute_s = steps.num_layers * candidate.layer_s(layer)
-    else:
-        decision = named_decision(layer, answer.policy)
+    steps, place = known.steps, Place(answer.loss, answer.batch)
+    base, layer = known.base(place), known.layer_at(answer.batch)
+    left_bytes = Corrections(base.total_bytes, steps.budget_bytes, base.moments).most_saved(layer)
+    own = known.own_choices()
+    candidate = own.get((answer.policy, place))
 
     def bound_s(further_bytes: int) -> float:
         return lower_bound(layer.hull, steps.num_layers, max(0, left_bytes + further_bytes))
 
-    fitting = (search.candidate_at(step.policy, place) for step in search.fitting(place))
+    fitting = (own.get((step.policy, place)) for step in known.fitting(place))
     is_right = all(one is None or one.saved_bytes <= max(0, left_bytes) for one in fitting)
+    decision = candidate.decision if candidate else named_decision(layer, answer.policy)
     return Plan(
         policy=answer.policy,
         loss=answer.loss,
         batch=answer.batch,
         cost=answer.cost,
-        predicted_bytes=None if expected_bytes is None else base.total_bytes + int(expected_bytes),
-        recompute_s=recompute_s,
+        predicted_bytes=base.total_bytes + int(candidate.expected_bytes) if candidate else None,
+        recompute_s=steps.num_layers * candidate.layer_s(layer) if candidate else None,
         bound_s=bound_s(0) if is_right else None,
         prices=prices(layer.problem, decision, steps.num_layers),
         assumption=layer.assumption,
         more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES) if is_right else (),
-        tried=tuple(search.tried.values()),
+        tried=tuple(known.tried.values()),
     )

@@ -4,23 +4,13 @@ A program may have more than one kind of layers: those of an encoder and those o
 Each kind saves values of its own. All of them share the budget, and can't be planned one by one.
 
 The planner plans equal layers. Here all kinds become a single layer, which is planned with `num_layers=1`. It has the values and
-operations of one layer of each kind. Their bytes and seconds are those of all layers of the kind together. The 0/1 program over
-this layer finds the best of all choices in which the layers of one kind save the same.
-
-Example: 3 layers of an encoder, each with `h` (8 bytes, 2 seconds to make it), and 2 of a decoder, each with `h` (10 bytes, 4
-seconds). The backward pass reads both. The names of the values begin with the name of their kind:
-
-    value        bytes       seconds to make it
-    encoder/h    3 * 8       3 * 2
-    decoder/h    2 * 10      2 * 4
-
-A budget of 43 bytes has room for one of the two. Saving `decoder/h` takes 20 bytes and leaves 6 seconds for the encoder. Saving
-`encoder/h` would take 24 bytes and leave 8 seconds. A budget of 44 bytes has room for both: `save:encoder/h,decoder/h`.
+operations of one layer of each kind. Their bytes and seconds are those of all layers of the kind together, and their names begin
+with the name of the kind. The 0/1 program over this layer finds the best of all choices in which the layers of one kind save the
+same.
 
 Mixes, in which layers of one kind save different values, are only made where there is one kind.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +57,10 @@ def as_one(kinds: Sequence[EqualLayers]) -> EqualLayers:
         raise ValueError(f"a plan takes at least one kind of layers, got {list(kinds)}")
     if len(kinds) == 1:
         return kinds[0]
-    _check_unique("prefix", [kind.prefix for kind in kinds])
-    _check_unique("checkpoint name", [name for kind in kinds for name in kind.layer.names.values()])
+    checkpoint_names = [name for kind in kinds for name in kind.layer.names.values()]
+    for what, names in (("prefix", [kind.prefix for kind in kinds]), ("checkpoint name", checkpoint_names)):
+        if twice := sorted(name for name, times in Counter(names).items() if times > 1):
+            raise ValueError(f"two kinds of layers have the same {what}: {', '.join(twice)}")
     estimates = [[kind.layer, *kind.layer.alternatives] for kind in kinds]
     most = max(map(len, estimates))
     padded = [[*of_kind, *[of_kind[0]] * (most - len(of_kind))] for of_kind in estimates]
@@ -96,24 +88,43 @@ def for_kind(policy: Policy, kind: EqualLayers) -> Policy:
 def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
     """The estimate of the layer that stands for all kinds, by one estimate of each.
 
-    It has no alternatives.
+    It has no alternatives. The price of saving a byte becomes part of each value's own price, because it differs between kinds:
+    saving costs more inside a scan than in unrolled layers.
     """
     offloading = [kind.layer.problem.offload_s_per_byte for kind in kinds if kind.layer.offload_bytes]
     if len(set(offloading)) > 1:
         raise ValueError(f"offloading a byte has one price in all kinds of layers, got {offloading}")
-    problems = [_of_all_layers(kind) for kind in kinds]
-    starts = [0, *itertools.accumulate(len(problem.values) for problem in problems)][: len(problems)]
-    moved = list(zip(problems, starts, strict=True))
-    problem = Problem(
-        values=tuple(value for problem in problems for value in problem.values),
-        ops=tuple(_moved(op, start) for problem, start in moved for op in problem.ops),
-        inputs=tuple(start + v for problem, start in moved for v in problem.inputs),
-        save_s_per_byte=0.0,
-        offload_s_per_byte=offloading[0] if offloading else 0.0,
-    )
+    values, ops, inputs, names = list[Value](), list[Op](), list[int](), dict[int, str]()
+    for kind in kinds:
+        problem, times, start = kind.layer.problem, kind.num_layers, len(values)
+        may_offload = kind.layer.offload_bytes > 0
+        values += [
+            replace(
+                value,
+                name=_prefixed(value.name, kind.prefix),
+                num_bytes=times * value.num_bytes,
+                save_s=times * (value.save_s + value.num_bytes * problem.save_s_per_byte),
+                offloadable=value.offloadable and may_offload,
+                num_layers=times * value.num_layers,
+            )
+            for value in problem.values
+        ]
+        ops += [
+            replace(
+                op,
+                name=_prefixed(op.name, kind.prefix),
+                inputs=tuple(start + v for v in op.inputs),
+                outputs=tuple(start + v for v in op.outputs),
+                recompute_s=times * op.recompute_s,
+                flops=times * op.flops,
+            )
+            for op in problem.ops
+        ]
+        inputs += [start + v for v in problem.inputs]
+        names |= {start + v: name for v, name in kind.layer.names.items()}
     return LayerEstimate(
-        problem=problem,
-        names={start + v: name for kind, start in zip(kinds, starts, strict=True) for v, name in kind.layer.names.items()},
+        problem=Problem(tuple(values), tuple(ops), tuple(inputs), 0.0, offloading[0] if offloading else 0.0),
+        names=names,
         offload_bytes=sum(kind.num_layers * kind.layer.offload_bytes for kind in kinds),
         in_scan=all(kind.layer.in_scan for kind in kinds),
         assumption="; ".join(dict.fromkeys(kind.layer.assumption for kind in kinds)),
@@ -121,44 +132,5 @@ def _combined(kinds: list[EqualLayers]) -> LayerEstimate:
     )
 
 
-def _of_all_layers(kind: EqualLayers) -> Problem:
-    """The problem of a kind's layer, with the bytes, seconds and FLOPs of all its layers.
-
-    The price of saving a byte becomes part of each value's own price, because it differs between kinds: saving costs more
-    inside a scan than in unrolled layers.
-    """
-    problem, times, may_offload = kind.layer.problem, kind.num_layers, kind.layer.offload_bytes > 0
-
-    def value(of_one: Value) -> Value:
-        return replace(
-            of_one,
-            name=_prefixed(of_one.name, kind.prefix),
-            num_bytes=times * of_one.num_bytes,
-            save_s=times * (of_one.save_s + of_one.num_bytes * problem.save_s_per_byte),
-            offloadable=of_one.offloadable and may_offload,
-            num_layers=times * of_one.num_layers,
-        )
-
-    def op(of_one: Op) -> Op:
-        return replace(
-            of_one,
-            name=_prefixed(of_one.name, kind.prefix),
-            recompute_s=times * of_one.recompute_s,
-            flops=times * of_one.flops,
-        )
-
-    return replace(problem, values=tuple(map(value, problem.values)), ops=tuple(map(op, problem.ops)), save_s_per_byte=0.0)
-
-
 def _prefixed(name: str, prefix: str) -> str:
     return name if name.startswith(prefix) else prefix + name
-
-
-def _moved(op: Op, start: int) -> Op:
-    """The operation in a problem in which its layer's values begin at `start`."""
-    return replace(op, inputs=tuple(start + v for v in op.inputs), outputs=tuple(start + v for v in op.outputs))
-
-
-def _check_unique(what: str, names: list[str]) -> None:
-    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
-        raise ValueError(f"two kinds of layers have the same {what}: {', '.join(twice)}")

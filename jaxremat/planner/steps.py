@@ -5,7 +5,7 @@ predicted seconds. The tests put a formula in its place.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from jaxremat.knapsack.problem import Value
 from jaxremat.planner.estimate import LayerEstimate
@@ -90,9 +90,10 @@ class Steps:
     known: tuple[tuple[Policy, str, int], ...] = ()
     expect: Callable[[int], None] = lambda further: None
 
-    def before(self, compiles: int) -> "Steps":
-        """The steps for a part of the search, after which at most so many further compiles follow."""
-        return replace(self, expect=lambda further: self.expect(further + compiles))
+    @property
+    def allows_mixes(self) -> bool:
+        """Whether layers may have different policies. XLA compiles each layer of a mix's group."""
+        return self.most_that_fit is None
 
     @property
     def least(self) -> tuple[Policy, ...]:
@@ -103,6 +104,11 @@ class Steps:
         has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
         least = (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
         return tuple(filter(self.allows, least))
+
+    def bytes_per_sequence(self, batch: int) -> float:
+        """Bytes of a layer's input for one sequence, without the layer's parameters."""
+        small, large = (self.layer_at(size).input_bytes for size in (batch, 2 * batch))
+        return (large - small) / batch
 
     def fits(self, cost: Cost) -> bool:
         """Whether a compiled step is within the budget."""

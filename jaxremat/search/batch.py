@@ -70,6 +70,11 @@ def spaced(batches: Sequence[int]) -> Sequence[int]:
     return [*batches[:_ALL], *(batches[place] for place in places), batches[-1]]
 
 
+def at_most(batches: Sequence[int], limit: float) -> int:
+    """The largest batch up to the limit, or the smallest batch if all are above the limit."""
+    return batches[max(0, bisect.bisect_right(batches, limit) - 1)]
+
+
 def usual_first_batch(seq_len: int | None) -> int:
     """The batch that a search tries first at a length of sequences, in tokens.
 
