@@ -31,7 +31,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from cyclopts import Parameter
 
 from experiments.children import Child, Row, run_child
-from experiments.common import RESULTS, flags_of, other_parts, run_parts, set_up, show_by
+from experiments.common import RESULTS, flags_of, machine, other_parts, run_parts, set_up, show_by
 from jaxremat.cli.command import run_command
 from jaxremat.report.table import gib_number
 from jaxremat.system.process import Deadline
@@ -263,7 +263,8 @@ def child_of(case: Case, flags: Flags) -> tuple[Child, Row]:
         started, used_s = time.perf_counter(), _processor_s()
         environment = {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": cache}
         child = run_child(_PROGRAM, ["--case", json.dumps(case.as_row())], Deadline(flags.limit), environment)
-        row = case.as_row() | {"wall_s": time.perf_counter() - started, "processor_s": _processor_s() - used_s}
+        took = {"wall_s": time.perf_counter() - started, "processor_s": _processor_s() - used_s}
+        row = case.as_row() | took | {"cpu": machine()["cpu"]}
     if step := child.find("step"):
         row |= {"num_params": step["num_params"], "budget_bytes": step["budget_bytes"]}
     return child, row | ({"error": child.error} if child.error else {})

@@ -440,6 +440,15 @@ def test_a_sequence_of_a_small_batch_is_no_faster_than_one_of_the_smallest_that_
     assert min(step.batch for step in found.tried) == found.batch == 8
 
 
+@pytest.mark.parametrize("budget", [20_000, 40_000, 80_000])
+def test_of_few_compiles_two_are_full_remat(budget):
+    """Where each takes minutes, the others are candidates, at batches that were only read off a line."""
+    found = plan(Xla(), budget, most_that_fit=4, losses=("chunked",))
+    assert isinstance(found, Plan)
+    assert sum(step.policy == NOTHING and step.cost.total_bytes <= budget for step in found.tried) == 2
+    assert found.policy != NOTHING
+
+
 def test_bytes_that_grow_faster_from_some_batch_on():
     """The batch is found by few compiles all the same, and not by one too large whose layers must run twice more."""
 

@@ -205,7 +205,8 @@ class Known:
                 foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - candidate.layer_s(layer))
                 values = layer.problem.values
                 saved_bytes = {v: num_layers * share * values[v].num_bytes for v, share in candidate.shares.items()}
-                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan=(NOTHING, place) not in self.tried)
+                is_beside_scan = self.scanned is not None and (NOTHING, place) not in self.tried
+                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan)
 
     # Bytes.
 

@@ -212,12 +212,13 @@ class Search:
         """The next step at a place: full remat, and then the best candidates.
 
         Where unrolled layers have room for all values, `none` comes before the candidates. So it does where few steps may be
-        compiled, in a scan too.
+        compiled, in a scan too. Of these few, two are full-remat steps.
         """
         known, steps = self.known, self.known.steps
         if steps.has_own_base and known.scanned and (NOTHING, place) not in known.tried:
             return Proposal(NOTHING, place)
-        if not known.is_compiled(place):
+        num_bases = sum(point.batch > 0 and steps.fits(point.cost) for point in known.curves[place.loss].points)
+        if not known.is_compiled(place) and not (steps.most_that_fit and num_bases > 1):
             last = known.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
             after = known.batches[min(bisect.bisect_right(known.batches, last), len(known.batches) - 1)]
             most = at_most(known.batches, max(after, _GROWTH * last))
