@@ -162,6 +162,7 @@ def answer_of_layers(
         NoLayersError: the policy needs some.
     """
     if requested.policy not in WITHOUT_LAYERS:
+        yield None  # the answers of the policies before it come first
         raise no_layers
     yield from answer_of(session, requested, listener, first)
 
