@@ -24,7 +24,7 @@ from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError, TargetError, UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
-from jaxremat.policy.spec import NONE, OWN
+from jaxremat.policy.spec import OWN, WITHOUT_LAYERS
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
-#: The policies that say nothing of layers.
-WITHOUT_LAYERS = (NONE, OWN)
 T = TypeVar("T")
 
 

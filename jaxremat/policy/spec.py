@@ -364,6 +364,8 @@ class Own(Policy):
 
 
 OWN = Own()
+#: The policies that say nothing of layers. They compile a whole step, or a model without layers, as it is.
+WITHOUT_LAYERS = (NONE, OWN)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,12 @@ def spaced(batches: Sequence[int]) -> Sequence[int]:
 
 def at_most(batches: Sequence[int], limit: float) -> int:
     """The largest batch up to the limit, or the smallest batch if all are above the limit."""
-    return batches[max(0, bisect.bisect_right(batches, limit) - 1)]
+    return batches[_place(batches, limit)]
+
+
+def _place(batches: Sequence[int], limit: float) -> int:
+    """The place of `at_most` among the batches."""
+    return max(0, bisect.bisect_right(batches, limit) - 1)
 
 
 def usual_first_batch(seq_len: int | None) -> int:
@@ -152,7 +157,7 @@ def search_upwards(
             low, high = max(low, fails - 2 ** (left - 1)), min(high, fits + 2 ** (left - 1))
         elif fits >= 0:
             high = max(low, bisect.bisect_right(batches, GROWTH * batches[fits]) - 1)
-        at = min(max(bisect.bisect_right(batches, guess) - 1, low), high)
+        at = min(max(_place(batches, guess), low), high)
         batch = batches[at]
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:
@@ -190,11 +195,7 @@ def search_from_above(
         start: the batch of the guess. If it isn't one of `batches`, the next smaller one is.
         batches: the batches to choose among, in rising order.
     """
-
-    def place(batch: int) -> int:
-        return max(bisect.bisect_right(batches, batch) - 1, 0)
-
-    first = batches[place(start)]
+    first = at_most(batches, start)
     known = {first: early_bytes(first)}
     guess = min(_predict(known, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
     tried: dict[int, int] = {}
@@ -202,7 +203,7 @@ def search_from_above(
     yield _estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails)
     while fails - fits > 1:
         follows_line = len(tried) < _SECANT_STEPS
-        at = min(max(place(guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
+        at = min(max(_place(batches, guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
         tried[batches[at]] = total_bytes(batches[at])
         if tried[batches[at]] <= budget_bytes:
             fits = at
@@ -210,7 +211,7 @@ def search_from_above(
             fails = at
         yield _estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails)
         aim_bytes = budget_bytes if len(tried) > 1 else _SECOND * budget_bytes // 100
-        at = place(_predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
+        at = _place(batches, _predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
         guess = batches[min(at, fails - 1)]
     largest, after = batches[fits] if fits >= 0 else 0, batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))

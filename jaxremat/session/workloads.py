@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import UsageError, flag_of, reject
-from jaxremat.policy.spec import NONE, OWN
+from jaxremat.policy.spec import NONE, WITHOUT_LAYERS
 from jaxremat.session.flags import RunFlags
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy, uneven_groups
 
@@ -134,7 +134,7 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
         flag_of(name) for name in ("layers", "train_only", "freeze") if getattr(request.flags, name)
     ]
     others = [
-        one for one in request.policies if one.policy not in (NONE, OWN) and (request.flags.policy or one.text != "dots")
+        one for one in request.policies if one.policy not in WITHOUT_LAYERS and (request.flags.policy or one.text != "dots")
     ]
     flag, other = [*given, ""][0], others[0] if others else RequestedPolicy("none", NONE)
     requested = "--frontier" if isinstance(other.policy, Frontier) else f"--policy {other.text}"
@@ -145,7 +145,7 @@ def _for_whole_step(request: Request[Any], factory: "WorkloadFactory", workload:
         (others, f"{requested} was requested, {is_step}", loss,
          "a policy goes around layers, before the gradient is taken", "none or own, which compile the step as it is"),
     )  # fmt: skip
-    as_it_is = (one if one.policy in (NONE, OWN) else replace(one, text="none", policy=NONE) for one in request.policies)
+    as_it_is = (one if one.policy in WITHOUT_LAYERS else replace(one, text="none", policy=NONE) for one in request.policies)
     return replace(request, policies=tuple(as_it_is))
 
 

@@ -31,7 +31,7 @@ from jaxremat.mesh.sharding import (
     state_shardings,
     tracing_on,
 )
-from jaxremat.policy.spec import NONE, OWN, Policy
+from jaxremat.policy.spec import WITHOUT_LAYERS, Policy
 from jaxremat.policy.state import has_objects, with_objects
 from jaxremat.policy.tree import combine
 from jaxremat.step.microbatches import sample_axes, split, step_batch
@@ -254,7 +254,7 @@ def state_and_argument_bytes(workload: Workload, train: TrainConfig) -> int:
 def _check_whole_step(workload: Workload, train: TrainConfig, policy: Policy) -> None:
     """Raises UsageError for a policy or microbatches around a workload that is a step."""
     what = workload.name or "the workload"
-    if policy not in (NONE, OWN):
+    if policy not in WITHOUT_LAYERS:
         raise UsageError(
             f"policy {policy} was requested, and {what} is a whole step",
             allowed="none or own, which compile the step as it is",
