@@ -97,7 +97,7 @@ def test_what_a_search_has_found_is_printed_while_xla_compiles(number, is_termin
     printer, printed = Printer(Report(console)), ""
     with contextlib.suppress(KeyboardInterrupt), interrupt.remembered(), Progress(console) as progress:
         progress.show("auto: compile 2")
-        printer.so_far(step("save:a,b", 24, record="probe"))
+        printer.so_far(lambda: step("save:a,b", 24, record="probe"))
         with interrupt.says_at_the_end(printer.policy_done), interrupt.in_xla():
             signal.raise_signal(number)
             assert left.wait(2)

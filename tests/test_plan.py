@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxremat.knapsack.hull import lower_hull
 from jaxremat.knapsack.problem import Op, Problem, Value
-from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
@@ -566,7 +566,7 @@ def test_prices_of_what_is_offloaded():
 def test_a_compiled_candidate_corrects_what_is_expected():
     """A step that took 70 bytes more than expected; then a mix that doesn't fit, and a step that takes much less."""
     layer = layer_at(8)
-    best = best_candidate(layer, LAYERS, Corrections(0, 10**6))
+    best = fastest(candidates(layer, LAYERS, Corrections(0, 10**6)))
     assert best
     alone = ((1, best.decision),)
     candidate, corrections = replace(best, peak_bytes=450, group=alone), Corrections(base_bytes=1000, budget_bytes=1500)

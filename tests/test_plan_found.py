@@ -17,7 +17,7 @@ from jaxremat.answer.records import answer_plan
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
-from jaxremat.planner.candidates import best_candidate, named_policies
+from jaxremat.planner.candidates import candidates, fastest, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Family
 from jaxremat.planner.plan import Plan
@@ -120,7 +120,7 @@ def test_a_plan_of_two_kinds_speaks_of_each_kind_s_own_values(h100):
         assert kind.prefix
         assert all(name.startswith(kind.prefix) for name in kind.layer.names.values()), "hidden is a name of both"
     one = as_one([encoder, decoder])
-    best = best_candidate(one.layer, one.num_layers, Corrections(0, 2**40))
+    best = fastest(candidates(one.layer, one.num_layers, Corrections(0, 2**40)))
     assert best
     assert parse(str(best.policy)) == best.policy
     assert matmuls(workload, best.policy) == matmuls(workload, parse("none")) < matmuls(workload, parse("nothing"))

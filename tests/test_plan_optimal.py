@@ -19,7 +19,7 @@ from jaxremat.knapsack.evaluate import evaluate
 from jaxremat.knapsack.hull import Point, lower_bound, lower_hull
 from jaxremat.knapsack.problem import Decision, Op, Problem, Value
 from jaxremat.knapsack.solve import solve
-from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import Plan, find_plan
@@ -320,7 +320,7 @@ def test_no_four_layers_cost_less_than_the_bound(problem, share):
     points = lower_hull(problem)
     bound = lower_bound(points, 4, budget)
     block = LayerEstimate(problem, {v: value.name for v, value in enumerate(problem.values)})
-    found = best_candidate(block, 4, Corrections(0, budget, beyond_bytes=dict.fromkeys((1, 2, 4), 0)))
+    found = fastest(candidates(block, 4, Corrections(0, budget, beyond_bytes=dict.fromkeys((1, 2, 4), 0))))
     assert found
     assert found.saved_bytes <= budget
     assert bound <= truth * (1 + EXACT)

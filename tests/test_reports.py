@@ -7,6 +7,7 @@ the numbers are is tested beside the modules that make them.
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_what_is_printed_of_a_search_that_was_ended(snapshot):
     for batch, fits in ((8, True), (24, False)):
         printer.row(step("dots", batch, record="probe", fits=fits))
     printer.policy_done()
-    printer.so_far(step("save:a,b", 8, record="probe"))
+    printer.so_far(lambda: step("save:a,b", 8, record="probe"))
     printer.policy_done()
     compared = (
         ComparedMesh("fsdp=2", GIB, 8, 2 * GIB, 1000.0, 990.0, 3),
@@ -132,7 +133,7 @@ def test_what_is_printed_of_a_search_that_was_ended(snapshot):
     known: dict[str, Any] = dict(model="gpt2", requested_policy="auto", target="h100-80gb", seq_len=1024, num_devices=2)
     known |= dict(num_nodes=1, budget_bytes=16 * GIB, loss="full", layout="loop", num_compiles=4, versions={})
     for mesh, meshes in (("fsdp=2", compared), (None, compared[1:])):
-        printer.so_far(MeshChoiceRecord(**known, mesh=mesh, meshes=meshes, is_complete=False))
+        printer.so_far(partial(MeshChoiceRecord, **known, mesh=mesh, meshes=meshes, is_complete=False))
         printer.policy_done()
     printer.policy_done()  # nothing is printed twice
     assert snapshot == paper.show()
@@ -140,10 +141,10 @@ def test_what_is_printed_of_a_search_that_was_ended(snapshot):
 
 def test_an_answer_replaces_what_was_found_before(capsys):
     printer = Printer(Report(Paper().console, as_json=True))
-    printer.so_far(step("save:a", 8, record="probe"))
-    printer.so_far(step("save:b", 9, record="probe"))
+    printer.so_far(lambda: step("save:a", 8, record="probe"))
+    printer.so_far(lambda: step("save:b", 9, record="probe"))
     printer.policy_done()
-    printer.so_far(step("auto", 10, record="probe"))
+    printer.so_far(lambda: step("auto", 10, record="probe"))
     printer.row(plan())
     printer.policy_done()
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

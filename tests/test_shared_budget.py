@@ -17,7 +17,7 @@ from jaxremat.knapsack.evaluate import evaluate
 from jaxremat.knapsack.hull import lower_bound
 from jaxremat.knapsack.prices import prices
 from jaxremat.knapsack.problem import LEAST_S, Decision, Op, Problem, Value
-from jaxremat.planner.candidates import best_candidate, candidates, named_policies
+from jaxremat.planner.candidates import candidates, fastest, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.plan import NoPlan, Plan, find_plan
@@ -112,7 +112,7 @@ def test_no_choice_of_a_save_set_for_each_kind_is_faster(found, share):
     one = as_one(found)
     budget = int(share * sum(value.num_bytes for value in one.layer.problem.values))
     corrections = Corrections(base_bytes=0, budget_bytes=budget, beyond_bytes=NOTHING_BEYOND)
-    best = best_candidate(one.layer, one.num_layers, corrections)
+    best = fastest(candidates(one.layer, one.num_layers, corrections))
     assert best
     assert best.cost_s == pytest.approx(best_by_hand(found, budget), rel=EXACT, abs=1e-15)
     assert parse(str(best.policy)) == best.policy
@@ -131,7 +131,7 @@ def test_the_host_s_memory_is_shared_among_the_kinds_that_may_use_it(found, shar
     found = [replace(kind, layer=replace(kind.layer, offload_bytes=n)) for kind, n in zip(found, room, strict=True)]
     one = as_one(found)
     budget = int(share * sum(value.num_bytes for value in one.layer.problem.values))
-    best = best_candidate(one.layer, 1, Corrections(0, budget, beyond_bytes=NOTHING_BEYOND))
+    best = fastest(candidates(one.layer, 1, Corrections(0, budget, beyond_bytes=NOTHING_BEYOND)))
     assert best
     in_all = sum(kind.num_layers * n for kind, n in zip(found, room, strict=True))
     assert one.layer.offload_bytes == in_all
@@ -189,7 +189,7 @@ def test_the_worked_example(budget, policy, seconds):
     one = as_one(EXAMPLE)
     assert [(v.num_bytes, v.num_layers) for v in one.layer.problem.values] == [(12, 3), (24, 3), (8, 2), (20, 2)]
     assert [op.recompute_s for op in one.layer.problem.ops] == [6.0, 8.0]
-    best = best_candidate(one.layer, one.num_layers, Corrections(0, budget))
+    best = fastest(candidates(one.layer, one.num_layers, Corrections(0, budget)))
     assert best
     assert (str(best.policy), best.cost_s) == (policy, seconds)
 
@@ -212,7 +212,7 @@ def test_saving_has_each_kind_s_own_price():
     one = as_one([dear, unrolled]).layer.problem
     assert one.save_s_per_byte == 0.0
     assert [value.save_s for value in one.values if value.saveable] == [pytest.approx(3 * 8 * 0.3), 0.0]
-    best = best_candidate(as_one([dear, unrolled]).layer, 1, Corrections(0, 100))
+    best = fastest(candidates(as_one([dear, unrolled]).layer, 1, Corrections(0, 100)))
     assert best
     assert str(best.policy) == "save:decoder/h", "writing encoder/h takes 2.4 s in each layer, making it again takes 2 s"
 

@@ -11,7 +11,7 @@ import pytest
 import jaxremat
 from experiments.blocks import BLOCKS
 from jaxremat.knapsack.problem import Decision, Op, Problem, Value
-from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
@@ -185,16 +185,16 @@ def test_what_stages_save_counts_where_it_is_live():
     moments = (moment(1000, {"first/": 2, "second/": 0}), moment(600, {"first/": 2, "second/": 2}))
     for budget, policy in ((1050, "save:second/h"), (1199, "save:second/h"), (1200, "save:first/h,second/h")):
         corrections = Corrections(1000, budget, lambda gone: moments)
-        best = best_candidate(one.layer, one.num_layers, corrections)
+        best = fastest(candidates(one.layer, one.num_layers, corrections))
         assert best
         assert (str(best.policy), best.expected_bytes) == (policy, 200 if "first" in policy else 0)
-    assert best_candidate(one.layer, one.num_layers, Corrections(1000, 999, lambda gone: moments)) is None
+    assert fastest(candidates(one.layer, one.num_layers, Corrections(1000, 999, lambda gone: moments))) is None
     assert Corrections(1000, 1050, lambda gone: moments).most_saved(one.layer) == 1050 - 600
     values = tuple(replace(value, saveable=False) for value in one.layer.problem.values)
     unsaveable = replace(one.layer, problem=replace(one.layer.problem, values=values))
     assert Corrections(1000, 1050, lambda gone: moments).most_saved(unsaveable) == 1050 - 600
     assert Corrections(1000, 1050).most_saved(one.layer) == 50
-    without = best_candidate(one.layer, one.num_layers, Corrections(1000, 1050))
+    without = fastest(candidates(one.layer, one.num_layers, Corrections(1000, 1050)))
     assert without
     assert str(without.policy) == "nothing"
 
@@ -207,7 +207,7 @@ def test_what_a_gradient_reads_first_is_live_in_the_other_layers(is_read_first, 
     layer = replace(layer, problem=replace(layer.problem, values=tuple(values)))
     moments = (Moment(1000, {"": 2}, {"": 1}), Moment(900, {"": 2}, {"": 2}))
     assert moments[0].saved_bytes(layer.problem.values[1]) == 40 * most
-    found = best_candidate(layer, 2, Corrections(1000, 1045, lambda gone: moments, allows_mixes=False))
+    found = fastest(candidates(layer, 2, Corrections(1000, 1045, lambda gone: moments, allows_mixes=False)))
     assert found
     assert ("up" in found.policy.names()) == is_read_first
     assert Corrections(1000, 1045, lambda gone: moments).most_saved(layer) == 145

@@ -2,7 +2,7 @@
 
 The estimate is made from a module or a function.
 
-A layer is traced to a problem twice, by two assumptions on reductions: that XLA fuses those over the last axis into other
+A layer has two problems, by two assumptions on reductions: that XLA fuses those over the last axis into other
 kernels, and that it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first,
 and compiled steps choose between them.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problems
 from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target
@@ -50,11 +50,8 @@ def estimate_function(
         share: on several devices, what one of them stores and computes.
         frozen: as for `layer_problem`.
     """
-    (problem, keep), (unfused, _) = (
-        layer_problem(function, args, speed, in_scan=in_scan, fused_reductions=fused, share=share, frozen=frozen)
-        for fused in (True, False)
-    )
-    problem, unfused = map(_without_small_transfers, (problem, unfused))
+    problems, keep = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    problem, unfused = map(_without_small_transfers, problems)
     ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0

@@ -81,7 +81,21 @@ def layer_problem(
     share: Share = ALONE,
     frozen: Collection[int] = (),
 ) -> tuple[Problem, dict[str, Keep]]:
-    """The problem of one layer, `function(*args)`, on a device.
+    """`layer_problems` by one assumption: that reductions over the last axis are fused, or that they aren't."""
+    problems, keep = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    return problems[not fused_reductions], keep
+
+
+def layer_problems(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    speed: DeviceSpeed,
+    *,
+    in_scan: bool = True,
+    share: Share = ALONE,
+    frozen: Collection[int] = (),
+) -> tuple[tuple[Problem, Problem], dict[str, Keep]]:
+    """The problem of one layer, `function(*args)`, on a device, by both assumptions on reductions.
 
     A value that can be saved by its checkpoint name is called by that name. Other values are called by module path and
     operation. If several values share a checkpoint name, none of them can be saved alone, and none is offered; `autoname` gives
@@ -114,12 +128,13 @@ def layer_problem(
         args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
-        fused_reductions: whether reductions over the last axis cost nothing. XLA fuses them in many layers, and not in all.
         share: of several devices, what one of them stores and computes of the layer, and what its gathers cost.
         frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
 
     Returns:
-        The problem, and how each saveable value is saved, by its name in the problem.
+        Two problems, and how each saveable value is saved, by its name in the problems. In the first one reductions over the
+        last axis cost nothing, and in the second one they are kernels of their own. XLA fuses them in many layers, and not in
+        all. The problems differ in `Op.recompute_s` alone.
 
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
@@ -154,26 +169,29 @@ def layer_problem(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-    seconds = _recompute_seconds(lies, equations, merged, written, speed, fused_reductions)
-    ops = tuple(
-        Op(
-            name=value_path(equation, layer),
-            inputs=tuple(place[number] for number in merged.operands(equation)),
-            outputs=tuple(place[number] for number in equation.outputs),
-            recompute_s=cost,
-            flops=lies.flops(equation),
-            together=equation.kind == FUSED_ATTENTION,
+
+    def problem(fused_reductions: bool) -> Problem:
+        seconds = _recompute_seconds(lies, equations, merged, written, speed, fused_reductions)
+        ops = tuple(
+            Op(
+                name=value_path(equation, layer),
+                inputs=tuple(place[number] for number in merged.operands(equation)),
+                outputs=tuple(place[number] for number in equation.outputs),
+                recompute_s=cost,
+                flops=lies.flops(equation),
+                together=equation.kind == FUSED_ATTENTION,
+            )
+            for equation, cost in zip(equations, seconds, strict=True)
         )
-        for equation, cost in zip(equations, seconds, strict=True)
-    )
-    problem = Problem(
-        values=values,
-        ops=ops,
-        inputs=tuple(range(len(given))),
-        save_s_per_byte=3 / speed.bytes_per_s() if in_scan else 0.0,
-        offload_s_per_byte=2 / speed.host_link_bytes_per_s,
-    )
-    return problem, {labels[number]: way for number, way in keep.items()}
+        return Problem(
+            values=values,
+            ops=ops,
+            inputs=tuple(range(len(given))),
+            save_s_per_byte=3 / speed.bytes_per_s() if in_scan else 0.0,
+            offload_s_per_byte=2 / speed.host_link_bytes_per_s,
+        )
+
+    return (problem(True), problem(False)), {labels[number]: way for number, way in keep.items()}
 
 
 def _forward_and_residuals(

@@ -20,17 +20,14 @@ MAX_GROUP = 8  # layers in a group of a mix, which XLA compiles one by one
 _MAX_SOLVED = 8  # best decisions of a layer, each with the room that another one leaves
 
 
-def best_candidate(layer: LayerEstimate, num_layers: int, corrections: Corrections) -> Candidate | None:
-    """The fastest candidate that is expected to fit. None where there is none."""
-    return fastest(candidates(layer, num_layers, corrections))
-
-
 def fastest(found: Iterable[Candidate]) -> Candidate | None:
     """The candidate of the least seconds, and between equal seconds, of the fewest saved bytes."""
     return min(found, key=lambda candidate: (candidate.cost_s, candidate.saved_bytes), default=None)
 
 
-def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) -> Iterator[Candidate]:
+def candidates(
+    layer: LayerEstimate, num_layers: int, corrections: Corrections, *, exact: bool = True
+) -> Iterator[Candidate]:
     """The candidates that are expected to fit.
 
     For each family of decisions they are the vertices of its hull, the exact solution for a layer's share of the bytes that
@@ -40,9 +37,10 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
         layer: one layer.
         num_layers: number of layers.
         corrections: the budget, and corrections of bytes by compiled steps.
+        exact: whether the exact solution is among them. It takes twelve times as long as all others.
     """
     for family in (*layer.families, *corrections.learned_families):
-        for group in _layer_groups(layer, family, num_layers, corrections):
+        for group in _layer_groups(layer, family, num_layers, corrections, exact):
             candidate = _expected(layer, family, group, num_layers, corrections)
             if candidate.expected_bytes <= corrections.left_bytes and layer.allows(candidate.policy):
                 yield candidate
@@ -51,10 +49,11 @@ def candidates(layer: LayerEstimate, num_layers: int, corrections: Corrections) 
 def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Sequence[Decision]) -> Iterator[Candidate]:
     """The candidates near to full remat or a known decision that may fit.
 
-    They save one value more or less. Not all is known of what is live at the peak. So they may be expected to take more than
-    the budget, by the bytes of all values of one layer.
+    They save one value more or less. Expected bytes may be wrong, so they may exceed the budget by the bytes of all values of
+    one layer, and by what a compiled candidate took less than expected.
     """
-    most_bytes = corrections.left_bytes + layer.problem.num_bytes(layer.everything.save)
+    less_bytes = max((-family.beyond_bytes for family in corrections.learned_families if family.beyond_bytes), default=0)
+    most_bytes = corrections.left_bytes + layer.problem.num_bytes(layer.everything.save) + less_bytes
     for family in layer.families:
         free = frozenset(v for v in layer.everything.save - family.always.save if family.problem.values[v].saveable)
         starts = {frozenset[int](), *(one.save & free for one in known if family.always.save <= one.save)}
@@ -69,12 +68,14 @@ def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known:
 Group = tuple[tuple[int, Point], ...]
 
 
-def _layer_groups(layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections) -> Iterator[Group]:
+def _layer_groups(
+    layer: LayerEstimate, family: Family, num_layers: int, corrections: Corrections, exact: bool
+) -> Iterator[Group]:
     """The groups of layers that are worth repeating over the stack."""
     for point in family.hull:
         yield ((1, point),)
     found = set[Decision]()
-    waiting = [frozenset[str](), *([layer.run_once(layer.everything)] if corrections.moments else [])]
+    waiting = [frozenset[str](), *([layer.run_once(layer.everything)] if corrections.moments else [])] if exact else []
     while waiting and len(found) < _MAX_SOLVED:
         if limits := corrections.limits(layer, family, num_layers, waiting.pop(0)):
             alone = _solution(layer, family, limits)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxremat.knapsack.hull import lower_bound
-from jaxremat.planner.candidates import best_candidate
+from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.known import REFERENCE_BATCH, Known, Place
@@ -30,8 +30,8 @@ def best_place(known: Known, may_compile: bool) -> Place | None:
     """The loss and the batch of the most sequences per second.
 
     A bound says within microseconds how fast each could be. The best candidate is searched for those whose full-remat step was
-    compiled, and for some of the highest bounds. One that was compiled is taken unless another one is faster by what a compile
-    is worth.
+    compiled, and for some of the highest bounds. The exact solution, which takes longer, is searched where mixes of save-sets
+    don't fill the bytes that are left. A compiled batch is taken unless another one is faster by what a compile is worth.
 
     Args:
         known: the steps.
@@ -60,7 +60,7 @@ def _best_place(known: Known, layer: LayerEstimate, beyond: dict[int, int], may_
             base = known.base(bound)
             left_bytes = int((steps.budget_bytes - base.total_bytes) * known.reference / bound.batch)
             left = Corrections(0, left_bytes, None, beyond, allows_mixes=steps.allows_mixes)
-            best = best_candidate(layer, steps.num_layers, left)
+            best = fastest(candidates(layer, steps.num_layers, left, exact=not steps.allows_mixes))
             saved_s = steps.num_layers * layer.hull[0].cost_s - best.cost_s if best else 0.0
             reached.append(replace(bound, speed=_speed(known, bound.batch, base.step_s, saved_s)))
     equal = [place for place in reached if place.speed >= enough()]

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxremat.knapsack.evaluate import evaluate
-from jaxremat.planner.candidates import best_candidate, candidate_of, fastest, named_decision, named_policies, near
+from jaxremat.planner.candidates import candidate_of, candidates, fastest, named_decision, named_policies, near
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.known import SMALLER, Known, Place
 from jaxremat.planner.places import WORTH, best_place, highest_speeds
@@ -239,7 +239,7 @@ class Search:
     def _worth_it(self, place: Place, fits: dict[Policy, float], layer: LayerEstimate, layout_s: float) -> Proposal | None:
         """The best candidate by the prices of a layer, if it is worth a compile."""
         known, num_layers, base_s = self.known, self.known.steps.num_layers, self.known.base(place).step_s
-        candidate = best_candidate(layer, num_layers, known.corrections(place))
+        candidate = fastest(candidates(layer, num_layers, known.corrections(place)))
         if candidate is None or (candidate.policy, place) in known.candidates:
             return None
         foreseen_s = base_s + layout_s - num_layers * layer.nothing_s
@@ -294,8 +294,7 @@ class Search:
     def _has_small_groups(self, batch: int) -> bool:
         """Whether `every:sqrt` is expected to take fewer bytes than `nothing`.
 
-        It has the residuals of one group of layers and the inputs of all groups, and `nothing` the inputs of all layers. Here,
-        `every:sqrt+nothing` would compute each step once more.
+        It has the residuals of one group of layers and the inputs of all groups, and `nothing` the inputs of all layers.
         """
         steps, layer = self.known.steps, self.known.layer_at(batch)
         if SPARSE not in steps.least or not steps.allows(GROUPS):

@@ -101,7 +101,7 @@ class Printer:
         self._all: list[TrialRecord] = []
         self._num_policies, self._has_failed = 0, False
         self._lengths: LengthsRecord | None = None
-        self._so_far: TrialRecord | MeshChoiceRecord | None = None
+        self._so_far: Callable[[], TrialRecord | MeshChoiceRecord] | None = None
         self._in_full: set[str] = set()
         self.answers: list[TrialRecord] = []
         self.num_compiles = 0
@@ -119,8 +119,8 @@ class Printer:
         self._records.append(record)
         self._report.record(record)
 
-    def so_far(self, record: TrialRecord | MeshChoiceRecord) -> None:
-        """Takes what a search has found so far. `policy_done` prints it if no answer replaced it."""
+    def so_far(self, record: Callable[[], TrialRecord | MeshChoiceRecord]) -> None:
+        """Takes what a search has found so far. `policy_done` makes and prints the record if no answer replaced it."""
         self._so_far = record
 
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
@@ -138,7 +138,8 @@ class Printer:
 
         Where a signal or an error ended a search, it prints what was found, and says that it isn't the answer.
         """
-        records, best, self._so_far = [*self._records], self._so_far, None
+        records, so_far, self._so_far = [*self._records], self._so_far, None
+        best = so_far() if so_far else None
         self._records.clear()
         trials = [one for one in records if isinstance(one, TrialRecord)]
         searches = [one for one in records if isinstance(one, LargestBatchRecord)]

@@ -5,6 +5,7 @@
 Each record is passed on as soon as it is finished. `answers` waits where a search has an estimate.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,14 +38,15 @@ class Listener:
         record: called with each record as soon as it is finished.
         progress: called with a line of text before each compile and each step.
         note: called with anything else that a person should know, such as that a plan was proven with other versions.
-        so_far: called with what a search has found so far, which replaces what it had found before: the best step for a plan, or
-            the meshes that are being compared. The record of the answer replaces it.
+        so_far: called with a function that makes the record of what a search has found so far: the best step for a plan, or the
+            meshes that are being compared. It replaces the one before, and the record of the answer replaces it. It is made only
+            where the search is ended early, since a record takes about a second.
     """
 
     record: Callable[[Record], None]
     progress: Callable[[str], None] = lambda text: None
     note: Callable[[str], None] = lambda text: None
-    so_far: Callable[[TrialRecord | MeshChoiceRecord], None] = lambda record: None
+    so_far: Callable[[Callable[[], TrialRecord | MeshChoiceRecord]], None] = lambda record: None
 
 
 #: A function that makes the records of one policy of a session, in this process (`answers`) or in others (`processes.py`).
@@ -146,7 +148,8 @@ def trials_of(session: "Session", requested: RequestedPolicy, note: Callable[[st
 
 def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, listener: Listener) -> None:
     def on_best(trials: Trials, policy: Policy, batch: int, num_compiles: int) -> None:
-        listener.so_far(trials.record(policy, batch, "probe", requested=requested.text, num_compiles=num_compiles))
+        record = functools.partial(trials.record, requested=requested.text, num_compiles=num_compiles)
+        listener.so_far(lambda: record(policy, batch, "probe"))
 
     request, flags = session.request, session.request.flags
     preset, planned_batch = requested.xla_preset, session.planned_batch

@@ -89,7 +89,7 @@ def choose_mesh(
         batch=request.batches[0] if request.batches else None,
         max_batch=flags.max_batch,
         on_compile=on_compile,
-        on_change=lambda compared: listener.so_far(record_of(compared)),
+        on_change=lambda compared: listener.so_far(lambda: record_of(compared)),
     )
     best, record = compared.best, record_of(compared)
     if best is None or best.trials is None:
