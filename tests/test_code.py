@@ -38,6 +38,11 @@ SEVERAL = ("one-in:2", "every:2", "every:3", "every:2+save:hidden", "1*nothing|1
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
+def code_of(policy: str, loss: Callable[..., Any], *args: Any) -> tuple[str, ...]:
+    """The code for a loss, whose layers are found."""
+    return code_for(parse(policy), jaxremat.find_layers(loss, *args).kinds, loss, *args)
+
+
 def pasted(code: str, **names: Any) -> dict[str, Any]:
     """The names after the code ran."""
     exec(code, names)  # the code is ours
@@ -185,8 +190,9 @@ def test_the_code_of_a_scan_s_body_takes_the_bytes_of_the_policy(h100):
         for one in (jaxremat.with_policy(functools.partial(loss, ""), "save:hidden"), functools.partial(loss, code))
     )
     assert got == want
-    assert code_for(parse("save:hidden"), NUM, functools.partial(loss, ""), *args, in_scan=True) == tuple(code.splitlines())
-    assert code_for(parse("every:2"), NUM, functools.partial(loss, ""), *args, in_scan=True) == ()
+    as_written = functools.partial(loss, "")
+    assert code_of("save:hidden", as_written, *args) == tuple(code.splitlines())
+    assert code_of("every:2", as_written, *args) == ()
     for framework in ("linen", "nnx", "equinox"):
         assert "prevent_cse=False" in as_code("dots", framework, in_scan=True)
     with pytest.raises(UsageError, match="one body"):
@@ -228,8 +234,8 @@ def test_the_framework_of_a_model_is_found_and_names_nobody_wrote_are_not_pasted
     loss_with, params = MODELS[framework]()
     loss = loss_with("")
     for policy in ("dots", "save:hidden"):
-        assert code_for(parse(policy), NUM, loss, params, X) == tuple(as_code(policy, framework, NUM).splitlines())
-    one, then = code_for(parse("save:dot_general"), NUM, loss, params, X)
+        assert code_of(policy, loss, params, X) == tuple(as_code(policy, framework, NUM).splitlines())
+    one, then = code_of("save:dot_general", loss, params, X)
     assert ("dot_general" in one, "list names" in then) == (True, True)
     assert {one[:2], then[:2]} == {"# "}
 
@@ -252,9 +258,9 @@ def test_values_that_nobody_named_are_named_in_the_pasted_module(in_scan):
     if in_scan:
         loss, params, several = Scanned().apply, jax.eval_shape(Scanned().init, jax.random.key(0), X), ()
     (kind,) = jaxremat.find_layers(loss, params, X).kinds
-    assert (kind.is_module, kind.in_scan) == (True, in_scan)
+    assert (kind.module, kind.in_scan) == ("block", in_scan)
     for policy in ("save:Dense_1/dot_general", *several):
-        comment, *lines = code_for(parse(policy), NUM, loss, params, X, in_scan=in_scan, is_module=True)
+        comment, *lines = code_of(policy, loss, params, X)
         code = "\n".join(lines)
         assert (comment[0], "in_scan=True" in code) == ("#", in_scan)
         block = pasted(code, Block=LinenBlock, jaxremat=jaxremat)["Block"]
@@ -271,13 +277,106 @@ def test_layers_that_are_no_module_have_no_code_for_such_names():
     (kind,) = jaxremat.find_layers(
         lambda params, xs: jnp.mean(jax.vmap(lambda x: loss(params, x))(xs)), params, X[None]
     ).kinds
-    assert (kind.found_by, kind.is_module) == ("scope", False)
-    policy = parse("every:2+save:Dense_1/dot_general")
+    assert (kind.found_by, kind.module) == ("scope", "")
     for function, args in ((loss, params), (MODELS["jax"]()[0](""), MODELS["jax"]()[1])):
-        lines = code_for(policy, NUM, function, args, X, is_module=True)
+        lines = code_of("every:2+save:Dense_1/dot_general", function, args, X)
         is_linen = function is loss
         assert any(line.startswith("layers = jaxremat.Layers(") for line in lines) == is_linen
         assert all(line.startswith("#") for line in lines) != is_linen
+
+
+class Encoder(nn.Module):
+    """Its value `hidden` has the name that the decoder's has, and `Dense_1/sin` in between has none."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(WIDTH)(jnp.sin(nn.Dense(16)(checkpoint_name(jnp.tanh(nn.Dense(16)(x)), "hidden"))))
+
+
+class Decoder(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = checkpoint_name(jnp.tanh(nn.Dense(32)(x)), "hidden")
+        return x + nn.Dense(WIDTH)(hidden * jnp.tanh(nn.Dense(32)(x)))
+
+
+class Both(nn.Module):
+    """Encoders one after the other, and decoders in a scan."""
+
+    encoder: type[nn.Module] = Encoder
+    decoder: type[nn.Module] = Decoder
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(NUM):
+            x = self.encoder(name=f"encoder_{i}")(x)
+        of_params = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        scanned = nn.scan(lambda block, x, _: (block(x), None), length=NUM, **of_params)
+        return jnp.mean(scanned(self.decoder(name="decoder"), x, None)[0] ** 2)
+
+
+#: What the layers of `Both` save, and the parts of the two kinds. In the encoder, `tanh` is what its author named `hidden`.
+OF_BOTH = {
+    "save:encoder/tanh,encoder/sin,Both/tanh.1": ("save:hidden,sin", "save:tanh"),
+    "save:Both/mul": ("nothing", "save:mul"),
+    "save:hidden,Both/Dense_2/dot_general": ("save:hidden", "save:hidden,Dense_2/dot_general"),
+}
+
+
+def pasted_into_both(lines: tuple[str, ...]) -> Loss:
+    names = pasted("\n".join(lines), Encoder=Encoder, Decoder=Decoder, jaxremat=jaxremat)
+    return Both(names["Encoder"], names["Decoder"]).apply  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("policy", OF_BOTH)
+def test_each_kind_of_layers_has_a_line_with_its_part_of_the_policy(policy):
+    loss, params = Both().apply, jax.eval_shape(Both().init, jax.random.key(0), X)
+    encoders, decoders = jaxremat.find_layers(loss, params, X).kinds
+    assert (encoders.prefix, decoders.prefix, decoders.module) == ("encoder/", "Both/", "decoder")
+    comment, *lines = code_of(policy, loss, params, X)
+    encoder, decoder = OF_BOTH[policy]
+    assert comment.startswith("# nn.remat saves by name")
+    assert lines == [
+        f'Encoder = jaxremat.remat(Encoder, "{encoder}")  # {encoders.label}',
+        f'Decoder = jaxremat.remat(Decoder, "{decoder}", in_scan=True)  # {decoders.label}',
+    ]
+    want, got = (
+        sorted((value.kind, value.num_bytes) for value in saved_values(jax.make_jaxpr(jax.grad(one))(params, X)).values)
+        for one in (jaxremat.with_policy(loss, policy), pasted_into_both((*lines,)))
+    )
+    assert got == want
+    assert code_of("2*nothing|2*save:encoder/tanh", loss, params, X) == ()
+
+
+@pytest.mark.full
+def test_the_code_of_several_kinds_takes_the_bytes_of_the_policy(h100):
+    loss, x = Both().apply, jax.ShapeDtypeStruct((2**18, WIDTH), jnp.float32)
+    params, totals = jax.eval_shape(Both().init, jax.random.key(0), X), set[int]()
+    for policy in OF_BOTH:
+        want, got = (
+            lower_and_compile(jax.grad(one), (params, x), h100).memory.total_bytes
+            for one in (jaxremat.with_policy(loss, policy), pasted_into_both(code_of(policy, loss, params, x)))
+        )
+        assert got == pytest.approx(want, rel=0.01)
+        totals.add(want)
+    assert len(totals) == len(OF_BOTH)
+
+
+def test_layers_of_a_kind_that_differ_in_a_name_have_no_code_for_it():
+    """The first layer casts, so that its values of one name are others."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for i in range(NUM):
+                with jax.named_scope(f"layer_{i}"):
+                    x = jnp.tanh(x) if i == 0 else x
+                    x = x + jnp.tanh(x @ self.param(f"w_{i}", nn.initializers.ones, (WIDTH, WIDTH)))
+            return jnp.mean(x**2)
+
+    params = jax.eval_shape(Net().init, jax.random.key(0), X)
+    assert all(line.startswith("#") for line in code_of("save:tanh.1", Net().apply, params, X))
+    assert not all(line.startswith("#") for line in code_of("save:dot_general", Net().apply, params, X))
 
 
 #: A stack of blocks, with code to paste after the class of a block.

@@ -19,7 +19,7 @@ from jaxremat.config import Objective
 from jaxremat.errors import CompileError
 from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, for_kind
-from jaxremat.policy.code import code_for, is_of_several
+from jaxremat.policy.code import code_for
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.names import WrittenName
 from jaxremat.policy.spec import NOTHING, Policy
@@ -165,17 +165,11 @@ def _sources(names: Iterable[WrittenName]) -> dict[str, str]:
 
 
 def code_of(policy: Policy, trials: Trials, batch: int) -> tuple[str, ...]:
-    """A policy in the framework of a user's own model.
-
-    There are no lines where the layers are of several kinds and their policies differ.
-    """
+    """A policy in the framework of a user's own model."""
     workload, found = trials.workload_at(batch), trials.factory.found
-    kinds = found.kinds if found else ()
-    if workload.own_layers or not workload.loss or (kinds[1:] and is_of_several(policy)):
+    if workload.own_layers or not workload.loss:
         return ()
-    num_layers, in_scan = kinds[0].num_layers if kinds else 1, any(kind.in_scan for kind in kinds)
-    is_module = len(kinds) == 1 and kinds[0].is_module
-    return code_for(policy, num_layers, workload.loss, *workload.loss_args, in_scan=in_scan, is_module=is_module)
+    return code_for(policy, found.kinds if found else (), workload.loss, *workload.loss_args)
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:

@@ -124,6 +124,18 @@ def name_values(
         )
 
 
+def names_alone(function: Callable[..., Any], args: Sequence[Any], prefix: str, shared: Set[str]) -> dict[str, str]:
+    """By name that `name_values` writes on a value: its name in the function alone.
+
+    That is the author's, where the author wrote a name that is only `shared` because other layers have it too.
+    """
+    with on_arrays(function, args, {}) as call:
+        jaxpr = jax.make_jaxpr(call.function)(call.arrays)
+    program, taken = flatten(jaxpr), {value.name for value in jaxpr_names(jaxpr)}
+    alone = _choose_names(program, taken, "", frozenset())
+    return {names[-1]: alone[n][-1] for n, names in _choose_names(program, taken, prefix, shared).items() if names}
+
+
 # Which names the values get.
 
 

@@ -6,12 +6,14 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
 from jaxremat.errors import UsageError
+from jaxremat.policy.found import Kind
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_private import core
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, MAXTEXT_NAMES, config_lines
@@ -88,11 +90,44 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
 
 
-def _named_code(policy: Policy, framework: Framework, num_layers: int, in_scan: bool) -> str:
-    """A policy as code in which jaxremat names the values of a layer."""
+def _named_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], written: set[str]) -> list[str]:
+    """A policy as code in which jaxremat names the values of layers, of each kind by itself.
+
+    Empty where a layer isn't one module, or where layers of a kind have no name in common for a value.
+    """
+    names, lines, taken = [kind.names_alone() for kind in kinds], list[str](), set[str]()
+    if not set().union(*names).issuperset(policy.names()):
+        return []
+    for kind, alone in zip(kinds, names, strict=True):
+        own = {name: alone[name] for name in policy.names() if name in alone}
+        if not all(own.values()) or not (kind.module or written.issuperset(own)):
+            return []
+        part = policy.map_layers(lambda of_layer, own=own: of_layer.renamed(own))
+        target = _target(framework, kind.module if kinds[1:] else "", taken)
+        code = _named_code(part, framework, kind, target).splitlines()
+        lines += [f"{line}  # {kind.label}" for line in code] if kinds[1:] else code
+    return lines
+
+
+def _target(framework: Framework, module: str, taken: set[str]) -> str:
+    """What layers are called in code, after their module, such as `Encoder` or `Block`.
+
+    The name is added to `taken`.
+    """
+    name = re.sub(r"\W", "_", module) or ("layer" if framework == "jax" else "Block")
+    name = f"layer_{name}" if name[0].isdigit() else name
+    name = name if framework == "jax" else name[0].upper() + name[1:]
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def _named_code(policy: Policy, framework: Framework, kind: Kind, target: str) -> str:
+    """A policy as code in which jaxremat names the values of a layer of one kind."""
+    num_layers, more = kind.num_layers, ", in_scan=True" * kind.in_scan
     if policy.recomputes_groups:
         return as_code(policy, framework, num_layers) if framework == "linen" else ""
-    target, more = "layer" if framework == "jax" else "Block", ", in_scan=True" * in_scan
     texts = [f'"{one}"' for one in policy.layers(num_layers)]
     if len(texts) == 1:
         return f"{target} = jaxremat.remat({target}, {texts[0]}{more})"
@@ -116,21 +151,16 @@ def _maxtext_lines(policy: Policy) -> tuple[str, ...]:
     return lines
 
 
-def code_for(
-    policy: Policy,
-    num_layers: int,
-    function: Callable[..., Any],
-    *args: Any,
-    in_scan: bool = False,
-    is_module: bool = False,
-) -> tuple[str, ...]:
+def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any], *args: Any) -> tuple[str, ...]:
     """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
-    traces, or else `jax`. There are no lines for a policy of several layers in a scan, which would have to be split.
+    traces, or else `jax`. There are no lines for a policy of several layers in a scan, which would have to be split, nor for one
+    where there are several kinds of layers.
 
-    The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module. Nobody
-    knows where other layers begin in the author's code, so a comment says which values the author has to name.
+    The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module. It is
+    a line for each kind of layers, with the names that a module has by itself. Nobody knows where other layers begin in the
+    author's code, so a comment says which values the author has to name.
 
     For a loss of Flax NNX and the policy `dots`:
 
@@ -139,14 +169,13 @@ def code_for(
 
     Args:
         policy: the policy.
-        num_layers: the number of layers.
+        kinds: the layers that were found in the loss.
         function: the loss, without a policy.
         *args: its arguments, arrays or shapes.
-        in_scan: whether the layers run in a scan.
-        is_module: whether a layer is a call of one module or function and nothing else.
     """
-    if in_scan and is_of_several(policy):
+    if is_of_several(policy) and (kinds[1:] or any(kind.in_scan for kind in kinds)):
         return ()
+    num_layers, in_scan = kinds[0].num_layers if kinds else 1, bool(kinds) and all(kind.in_scan for kind in kinds)
     program = jax.make_jaxpr(function)(*args)
     written = {*all_written_names(program.eqns)}
     unwritten = [name for name in dict.fromkeys(policy.names()) if name not in written]
@@ -158,7 +187,7 @@ def code_for(
     if not unwritten:
         return tuple(as_code(policy, framework, num_layers, in_scan=in_scan).splitlines())
     by_name = f"# {_WRAPPED[framework][1].partition('(')[0]} saves by name what jax.ad_checkpoint.checkpoint_name named, and"
-    if is_module and (lines := _named_code(policy, framework, num_layers, in_scan).splitlines()):
+    if lines := _named_lines(policy, framework, kinds, written):
         return f"{by_name} jaxremat names each value:", *lines
     return (
         f"{by_name} nobody named {', '.join(unwritten)}.",

@@ -7,7 +7,7 @@ For a model of 12 unrolled blocks, `find_layers(loss, params, batch).lines()` gi
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,7 +58,10 @@ class Kind:
         prefix: the beginning of this kind's own checkpoint names, such as `encoder/`. Empty where there is one kind.
         others: the layers that differ from `function` in other operations than matmuls and convolutions.
         frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
-        is_module: whether each layer is all of one named scope, as a module's call is, traced as the module alone is.
+        module: the named scope that each layer is all of, as a module's call is, traced as the module alone is. Empty for other
+            layers.
+        names_alone: gives, by checkpoint name of a value, the name that it has where the layer is named alone. That is empty
+            where layers of the kind differ in it.
     """
 
     label: str
@@ -71,7 +74,8 @@ class Kind:
     prefix: str = ""
     others: tuple[Variant, ...] = ()
     frozen: frozenset[int] = frozenset()
-    is_module: bool = False
+    module: str = ""
+    names_alone: Callable[[], Mapping[str, str]] = dict
 
     def values(self) -> Counter[NamedValue]:
         """The named values of a layer in program order, with how often all layers have each."""

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.autoname import name_values, unused_name
+from jaxremat.policy.autoname import name_values, names_alone, unused_name
 from jaxremat.policy.cut import Piece, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
@@ -146,12 +146,28 @@ class LayerKinds:
             args=layer.piece.args,
             prefix=layer.prefix,
             frozen=self._frozen(group),
-            is_module=_is_module(group),
+            module=_module(group),
+            names_alone=functools.partial(self._names_alone, group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
                 for other, num_layers in zip(others, [*group.variants.values()][1:], strict=True)
             ),
         )
+
+    def _names_alone(self, group: _Group) -> dict[str, str]:
+        """`Kind.names_alone`. Inside a shard_map there are only the authors' names."""
+        names = list[dict[str, str]]()
+        for i in group.variants:
+            layer = self.layer(group.level, group.stack, i)
+            written = all_written_names((e.eqn for e in layer.piece.program.equations), not group.is_mapped)
+            args = layer.piece.args
+            own = {} if group.is_mapped else names_alone(layer.piece.run, args, layer.prefix, self._shared_names)
+            names.append(own | {name: name for name in written})
+        first, *others = names
+        return {
+            name: first.get(name, "") if all(other.get(name) == first.get(name) for other in others) else ""
+            for name in {name: None for one in names for name in one}
+        }
 
     def _frozen(self, group: _Group) -> frozenset[int]:
         """The numbers of the arguments of a kind's function that are frozen.
@@ -248,8 +264,8 @@ def _layer(level: Level, stack: Stack, i: int, prefix: str) -> Layer:
     return Layer(renamed(piece, _scopes_within(common)), common, prefix)
 
 
-def _is_module(group: _Group) -> bool:
-    """Whether each layer is all of one named scope, as a module's call is.
+def _module(group: _Group) -> str:
+    """The named scope that each layer is all of, as `Kind.module` has it.
 
     A layer that `vmap` maps isn't: it has other operations than the module alone, so that its values have other names.
     """
@@ -257,11 +273,11 @@ def _is_module(group: _Group) -> bool:
     if stack.in_scan:
         loop = equations[stack.span.start]
         inside = inner_program(loop).equations
-        return not is_transformed(loop.name_stack) and _is_within(inside, path_of(inside[0])[:1])
+        scope = path_of(inside[0])[:1]
+        return scope[0].partition(".")[0] if _is_within(inside, scope) and not is_transformed(loop.name_stack) else ""
     scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
-    return bool(stack.scopes) and all(
-        _is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes
-    )
+    are_modules = [_is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes]
+    return _short_name(stack, group.places) if are_modules and all(are_modules) else ""
 
 
 def _is_within(equations: Sequence[Equation], scope: tuple[str, ...]) -> bool:

@@ -27,7 +27,7 @@ import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -189,6 +189,10 @@ class LayerPolicy(Policy):
         """The policy without the names that aren't among `names`."""
         return self
 
+    def renamed(self, names: Mapping[str, str]) -> "LayerPolicy":
+        """The policy with other names: those of `names`, and without the ones that aren't in it."""
+        return self
+
     def to_jax(self) -> "JaxPolicy":
         """The callable for `jax.checkpoint(policy=...)` and `nn.remat(policy=...)`.
 
@@ -307,7 +311,12 @@ class Names(LayerPolicy):
 
     def only(self, names: Container[str]) -> "Names":
         """The policy without the names that aren't among `names`."""
-        save, offload = (tuple(name for name in listed if name in names) for listed in (self.save, self.offload))
+        return self.renamed({name: name for name in self.names() if name in names})
+
+    def renamed(self, names: Mapping[str, str]) -> "Names":
+        """The policy with other names: those of `names`, and without the ones that aren't in it."""
+        listed = ([names[name] for name in some if name in names] for some in (self.save, self.offload))
+        save, offload = (tuple(dict.fromkeys(some)) for some in listed)
         return replace(self, save=save, offload=offload)
 
     def jax_callable(self) -> Callable[..., Any]:
