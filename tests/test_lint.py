@@ -276,6 +276,12 @@ def test_one_checkpoint_around_everything():
     sound_ones = (remat_each, two_halves, with_head, jax.checkpoint(plain, policy=POLICIES.dots_saveable), plain)
     assert {rules(found_in(loss)) == set() for loss in sound_ones} == {True}
     assert found_in(outside[0], "every:4") == (), "it was requested"
+    made, at_peak = made_up()["one-checkpoint"], made_up()["recomputed-together"].memory_map
+    finding = one(find(replace(made, memory_map=at_peak)), "one-checkpoint")
+    assert finding.num_bytes == 2 * MIB
+    assert "saves a part of that, which only a compile of it tells" in finding.evidence
+    assert one(find(made), "one-checkpoint").num_bytes == 0, "without a map nobody knows"
+    assert find(replace(made, memory_map=memory())) == (), "the peak is elsewhere"
 
 
 def recurrence(step: Layer) -> Step:
@@ -505,16 +511,23 @@ def test_several_checkpoints_of_a_body_recompute_at_once(h100):
 
 @pytest.mark.full
 def test_the_remedies_of_checkpoints_take_fewer_bytes(h100):
-    """A checkpoint around each layer in place of one around all, and one around each step in time."""
+    """A checkpoint around each layer in place of one around all, and one around each step in time.
+
+    The bytes of the finding are the most that the first remedy saves, and it saves much of them.
+    """
     xs = jax.ShapeDtypeStruct((64, 1024, WIDTH), jnp.float32)
     for worse, better, args in (
         (sgd(jax.checkpoint(plain)), sgd(remat_each), (SEPARATE, X)),
+        (sgd(jax.checkpoint(in_a_scan)), sgd(remat_each), (SEPARATE, X)),
         (recurrence(half_named), recurrence(jax.checkpoint(half_named)), (SEPARATE[0], xs)),
     ):
         bad, good = (lower_and_compile(step, args, h100, donate_argnums=0) for step in (worse, better))
         assert good.memory.total_bytes < bad.memory.total_bytes
         assert rules(find(lint_input(bad))) & {"one-checkpoint", "loop-without-remat"}
         assert find(lint_input(good)) == ()
+        for finding in find(lint_input(mapped(worse, args, h100))):
+            if finding.rule == "one-checkpoint":
+                assert 0.4 * finding.num_bytes <= bad.memory.total_bytes - good.memory.total_bytes <= finding.num_bytes
 
 
 @pytest.mark.full

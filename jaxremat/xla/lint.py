@@ -290,15 +290,21 @@ def _made_in(module: hlo.Module, callers: Mapping[str, Caller], index: tuple[int
 
 def _one_checkpoint(facts: LintInput) -> Iterator[Finding]:
     whole = facts.traced.whole_checkpoint
-    if whole is None or facts.policy not in (None, OWN):
+    num_bytes = sum(size for buffer, size in at_peak(facts.memory_map) if buffer.category == "recompute")
+    is_small = facts.memory_map is not None and num_bytes <= facts.small_bytes
+    if whole is None or is_small or facts.policy not in (None, OWN):
         return
+    there = (
+        f": {gib(num_bytes)} of {gib(facts.memory.total_bytes)} at the peak. The remedy saves a part of that, which only a "
+    )
     yield Finding(
         "one-checkpoint",
         f"one checkpoint at {short_source(whole) or 'an unknown line'} is around the whole forward pass: all its "
         f"{facts.traced.recompute.num_matmuls} matmuls are recomputed, {facts.traced.recompute.total / 1e9:,.2f} GFLOP, and all "
-        "that they make is there at once all the same",
+        "that they make is there at once all the same" + (f"{there}compile of it tells" if num_bytes else ""),
         "a checkpoint around each layer: " + facts.under_policy("nothing"),
-        source=whole,
+        num_bytes,
+        whole,
     )
 
 
