@@ -273,14 +273,41 @@ def test_without_layers_none_has_its_row_beside_policies_that_need_some(capsys, 
     """These say why they have none. Where all need some, nothing is compiled."""
     argv = ["--model", f"{train}:flat", "--target", "h100-80gb", "--policy", "nothing"]
     assert main([*argv, "none", "dots", "auto", "--json"]) == 1
-    none, *others = (from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines())
+    nothing, none, *others = (from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines())
     assert isinstance(none, TrialRecord)
     assert (none.policy, none.batch, none.error) == ("none", 6, None)
-    for policy, failure in zip(("nothing", "dots", "auto"), others, strict=True):
+    for policy, failure in zip(("nothing", "dots", "auto"), (nothing, *others), strict=True):
         assert isinstance(failure, FailureRecord)
         assert (failure.requested_policy, failure.batch, failure.outcome, failure.tail) == (policy, 6, "bad-config", ())
         assert "no repeated layers" in failure.error
     assert "scopes with numbers" in error_of(*argv, "dots").cause
+
+
+@pytest.mark.full
+def test_without_layers_explain_and_compare_have_the_rows_of_the_others(capsys, train, tmp_path):
+    """They say why the policies that need layers have none. One of them alone, or on a page, is an error."""
+    model, page = f"{train}:flat", tmp_path / "page.html"
+    argv = ["--model", model, "--target", "h100-80gb", "--policy"]
+    assert explain([*argv, "nothing", "none", "--page", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert out.index("nothing, batch 6: bad-config, NoLayersError: no repeated layers") < out.index("who holds the peak")
+    assert page.exists()
+    assert explain([*argv, "nothing", "none", "--json"]) == 1
+    failure, row = (from_row(json.loads(line)) for line in capsys.readouterr().out.splitlines())
+    assert isinstance(failure, FailureRecord)
+    assert isinstance(row, ExplainRecord)
+    assert (failure.requested_policy, row.policy, row.error) == ("nothing", "none", None)
+    session = Session(model, target="h100-80gb")
+    answer = session.compare(["nothing", "none", "auto"], 6)
+    (nothing,), (none,), (auto,) = answer.by_policy
+    assert isinstance(nothing, FailureRecord)
+    assert isinstance(auto, FailureRecord)
+    assert [trial.policy for trial in answer.trials] == ["none"]
+    assert answer.trials == (none,)
+    assert "no repeated layers" in repr(answer)
+    for call in (lambda: session.compare(["nothing"], 6), lambda: session.page(["none", "nothing"], 6)):
+        with pytest.raises(UsageError, match="no repeated layers"):
+            call()
 
 
 def test_lists_of_a_workload(capsys, train):

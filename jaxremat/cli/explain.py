@@ -98,7 +98,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.page import write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
-    from jaxremat.session.answers import batches_of, policy_of, trials_of
+    from jaxremat.session.answers import batches_of, failure_of, policy_of, trials_of
     from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
@@ -109,7 +109,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
         check_plot()
     check_outputs(flags)
     with reporting(flags) as (report, progress):
-        session = Session.of(request, load_target(flags.target, request.mesh))
+        session = Session.opened(request, load_target(flags.target, request.mesh))
         show_heading(session, report)
         printer = ExplainPrinter(report)
         lint = flags.lint or flags.page is not None
@@ -122,6 +122,9 @@ def show_memory(request: Request[ExplainFlags]) -> int:
 
         with says_at_the_end(show_known):
             for requested in session.request.policies:
+                if error := session.missing_layers(requested):
+                    printer.failed(failure_of(session, requested, error))
+                    continue
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
                 for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
                     progress.show(f"{policy}, batch {batch}")

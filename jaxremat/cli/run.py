@@ -12,26 +12,24 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 import contextlib
 import functools
 import os
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, show_error, step_command
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
-from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError, TargetError, UsageError
+from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, OwnAxes
-from jaxremat.policy.spec import OWN, WITHOUT_LAYERS
+from jaxremat.policy.spec import OWN
 from jaxremat.session.distributed import Place, check_alike, check_processes, is_distributed, joined, silent, until_one_fails
 from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session, note
 from jaxremat.system.files import check_outputs
-from jaxremat.system.interrupt import raise_if_interrupted, says_at_the_end
+from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.trial.plan_file import save_plan
 from jaxremat.xla.options import with_preset
 from jaxremat.xla.results import ignore_older_results
@@ -39,7 +37,6 @@ from jaxremat.xla.results import ignore_older_results
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
     from jaxremat.config import TrainConfig
-    from jaxremat.policy.with_policy import NoLayersError
     from jaxremat.report.lists import Listing
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
     from jaxremat.trial.record import Record
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
-
-T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,59 +105,17 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
             answers_for(target, environment) as answer_of,
         ):
             for one in at_each_length(request):
-                session, no_layers = opened(one, target)
+                session = Session.opened(one, target)
                 show_heading(session, report, say, before=[*sessions.values()])
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
                 listener = Listener(
                     with_code(session, take), lambda text, at=at: progress.show(at + text), say, printer.so_far
                 )
-                answering = functools.partial(answer_of_layers, no_layers, answer_of) if no_layers else answer_of
-                answer_all(session, listener, answering, printer, lambda text, at=at: progress.line(at + text))
+                answer_all(session, listener, answer_of, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
     return printer.exit_code()
-
-
-def opened(request: Request[RunFlags], target: "Target") -> "tuple[Session, NoLayersError | None]":
-    """The session of a request, and why policies for repeated layers have no answer.
-
-    There is such a reason where no layers were found. Policies that need none come first then, and have their answers.
-
-    Raises:
-        NoLayersError: no layers were found, and all policies need some.
-    """
-    from jaxremat.policy.with_policy import NoLayersError
-
-    try:
-        return Session.of(request, target), None
-    except NoLayersError as error:
-        need_none = tuple(one for one in request.policies if one.policy in WITHOUT_LAYERS)
-        if not need_none:
-            raise
-        session = Session.of(replace(request, policies=need_none), target)
-        others = tuple(one for one in request.policies if one not in need_none)
-        session.request = replace(session.request, policies=(*session.request.policies, *others))
-        return session, error
-
-
-def answer_of_layers(
-    no_layers: "NoLayersError",
-    answer_of: "Answering",
-    session: Session,
-    requested: RequestedPolicy,
-    listener: "Listener",
-    first: int | None,
-) -> Iterator[int | None]:
-    """The answer of a policy in a model without repeated layers.
-
-    Raises:
-        NoLayersError: the policy needs some.
-    """
-    if requested.policy not in WITHOUT_LAYERS:
-        yield None  # the answers of the policies before it come first
-        raise no_layers
-    yield from answer_of(session, requested, listener, first)
 
 
 def answer_all(
@@ -178,6 +131,7 @@ def answer_all(
         say: prints a line of progress that stays.
     """
     from jaxremat.report.progress import estimate_text
+    from jaxremat.session.answers import answer_or_failure, unless_layers_are_missing
 
     policies = session.request.policies
 
@@ -187,11 +141,13 @@ def answer_all(
 
     def start(n: int) -> Iterator[int | None]:
         own = session if is_shared(n) else session.with_trials(steps={})
-        return answer_of(own, policies[n], listener, first_batch(printer.answers, policies[n], session.seq_len))
+        first = first_batch(printer.answers, policies[n], session.seq_len)
+        return unless_layers_are_missing(own, policies[n], answer_of(own, policies[n], listener, first))
 
     def advance(n: int) -> int | None:
         printer.turn_to(n)
-        return answer_or_failure(lambda: next(answers[n], None), session.request, policies[n], listener, lambda: session)
+        make = functools.partial(next, answers[n], None)
+        return answer_or_failure(make, session.request, policies[n], listener, lambda: session, show_error)
 
     answers = [start(n) for n in range(len(policies))]
     with says_at_the_end(printer.policies_done):
@@ -203,59 +159,6 @@ def answer_all(
                 advance(n)
             if not is_shared(n + 1):
                 session.trials.forget()
-
-
-def answer_or_failure(
-    make: Callable[[], T],
-    request: Request[RunFlags],
-    requested: RequestedPolicy,
-    listener: "Listener",
-    session_of: Callable[[], Session],
-) -> T | None:
-    """Makes records of a policy, or a record of its failure. Returns what `make` does, or None.
-
-    The other policies have their records then, too. What is wrong with the machine, or with the only policy, ends the command.
-    An error that no user could have caused is printed, and its traceback is in the record.
-
-    Args:
-        make: makes records.
-        request: the request of all policies.
-        requested: the policy.
-        listener: told the record of a failure.
-        session_of: gives the session that a failure is of.
-    """
-    from jaxremat.chips.installed import versions
-    from jaxremat.trial.record import FailureRecord
-    from jaxremat.trial.row import config_of, first_line
-
-    started_s = time.monotonic()
-    try:
-        return make()
-    except (OSError, MemoryError, MissingDependencyError, TargetError):
-        raise
-    except Exception as error:
-        if len(request.policies) < 2:
-            raise
-        raise_if_interrupted()  # an interrupt can make an assertion in JAX fail
-        is_fault = not isinstance(error, JaxrematError)
-        if is_fault:
-            show_error(error)
-        batch, trials = request.batches[0] if len(request.batches) == 1 else None, session_of().trials
-        failure = FailureRecord(
-            model=trials.factory.name,
-            requested_policy=requested.text,
-            target=trials.target.name,
-            batch=batch,
-            outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed",
-            error=f"{type(error).__name__}: {first_line(error)}",
-            tail=tuple("".join(traceback.format_exception(error)).splitlines()) if is_fault else (),
-            duration_s=time.monotonic() - started_s,
-            config=config_of(trials, batch or 1),
-            xla_flags=os.environ.get("XLA_FLAGS"),
-            versions=versions(),
-        )
-        listener.record(failure)
-        return None
 
 
 def with_code(session: Session, take: Callable[["Record"], None]) -> Callable[["Record"], None]:
@@ -298,7 +201,7 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
 
     The meshes are printed side by side. It returns the exit code.
     """
-    from jaxremat.session.answers import Listener, answer_policy
+    from jaxremat.session.answers import Listener, answer_or_failure, answer_policy
     from jaxremat.session.meshes import choose_mesh, on_first_mesh
 
     printer = printer_for(request.flags, report)
@@ -321,7 +224,7 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
                 make = functools.partial(answer_on_best, one, policy)
-                answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one))
+                answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one), show_error)
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
     return printer.exit_code()

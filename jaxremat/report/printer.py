@@ -277,7 +277,16 @@ class ExplainPrinter:
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self._has_failed = False
         self.rows: list[ExplainRecord] = []
+
+    def failed(self, failure: FailureRecord) -> None:
+        """Takes the record of a policy without a step, and prints why it has none."""
+        self._has_failed = True
+        try:
+            self._report.record(failure)
+        finally:
+            self._report.show(sentences.failure_sentence(failure))
 
     def row(self, row: ExplainRecord) -> None:
         """Takes a finished record: it goes to the file at once, and to stdout."""
@@ -308,7 +317,7 @@ class ExplainPrinter:
 
     def exit_code(self) -> int:
         """The exit code: 0, or 1 if a step failed, or 3 if nothing that was requested fits."""
-        if any(row.error for row in self.rows):
+        if self._has_failed or any(row.error for row in self.rows):
             return 1
         return 0 if any(row.fits for row in self.rows) else 3
 

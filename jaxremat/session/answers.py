@@ -6,28 +6,35 @@ Each record is passed on as soon as it is finished. `answers` waits where a sear
 """
 
 import functools
+import os
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
+from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError, TargetError, UsageError
 from jaxremat.policy.spec import Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.compiles import Compile, Compiles
-from jaxremat.session.request import Auto, Frontier, RequestedPolicy
+from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
+from jaxremat.system.interrupt import raise_if_interrupted
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.plan_file import PlanFile, differences
-from jaxremat.trial.record import Record, TrialRecord
-from jaxremat.trial.row import config_of
+from jaxremat.trial.record import FailureRecord, Record, TrialRecord
+from jaxremat.trial.row import config_of, first_line
 from jaxremat.trial.trials import Trials
 from jaxremat.units import gib
 from jaxremat.xla.options import with_preset
 
 if TYPE_CHECKING:
     from jaxremat.session.session import Session
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,83 @@ ESTIMATED_AFTER = 2
 
 
 def answer_policy(session: "Session", requested: RequestedPolicy, listener: Listener) -> None:
-    """Makes the records of one policy by compiling in this process, as `answers`."""
-    for _ in answers(session, requested, listener):
+    """Makes the records of one policy by compiling in this process, as `answers`.
+
+    Raises:
+        NoLayersError: the policy needs repeated layers, and the model has none.
+    """
+    for _ in unless_layers_are_missing(session, requested, answers(session, requested, listener)):
         pass
+
+
+def unless_layers_are_missing(
+    session: "Session", requested: RequestedPolicy, answer: Iterator[int | None]
+) -> Iterator[int | None]:
+    """The answer of a policy.
+
+    Raises:
+        NoLayersError: the policy needs repeated layers, and the model has none.
+    """
+    if error := session.missing_layers(requested):
+        yield None  # the answers of the policies before it come first
+        raise error
+    yield from answer
+
+
+def answer_or_failure(
+    make: Callable[[], T],
+    request: Request[Any],
+    requested: RequestedPolicy,
+    listener: Listener,
+    session_of: Callable[[], "Session"],
+    show_fault: Callable[[Exception], object] | None = None,
+) -> T | None:
+    """Makes records of a policy, or a record of its failure. Returns what `make` does, or None.
+
+    The other policies have their records then, too. What is wrong with the machine, or with the only policy, is raised.
+
+    Args:
+        make: makes records.
+        request: the request of all policies.
+        requested: the policy.
+        listener: told the record of a failure.
+        session_of: gives the session that a failure is of.
+        show_fault: prints an error that no user could have caused, whose traceback is in the record. None raises it.
+    """
+    started_s = time.monotonic()
+    try:
+        return make()
+    except (OSError, MemoryError, MissingDependencyError, TargetError):
+        raise
+    except Exception as error:
+        is_fault = not isinstance(error, JaxrematError)
+        if len(request.policies) < 2 or (is_fault and not show_fault):
+            raise
+        raise_if_interrupted()  # an interrupt can make an assertion in JAX fail
+        if is_fault and show_fault:
+            show_fault(error)
+        listener.record(failure_of(session_of(), requested, error, time.monotonic() - started_s))
+        return None
+
+
+def failure_of(session: "Session", requested: RequestedPolicy, error: Exception, duration_s: float = 0.0) -> FailureRecord:
+    """The record of a policy that an error ended."""
+    batches, trials = session.request.batches, session.trials
+    batch = batches[0] if len(batches) == 1 else None
+    is_fault = not isinstance(error, JaxrematError)
+    return FailureRecord(
+        model=trials.factory.name,
+        requested_policy=requested.text,
+        target=trials.target.name,
+        batch=batch,
+        outcome="bad-config" if isinstance(error, UsageError | CompileError) else "crashed",
+        error=f"{type(error).__name__}: {first_line(error)}",
+        tail=tuple("".join(traceback.format_exception(error)).splitlines()) if is_fault else (),
+        duration_s=duration_s,
+        config=config_of(trials, batch or 1),
+        xla_flags=os.environ.get("XLA_FLAGS"),
+        versions=versions(),
+    )
 
 
 def answers(

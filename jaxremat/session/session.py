@@ -17,6 +17,7 @@ A command opens it from its flags:
 """
 
 import dataclasses
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ import msgspec
 
 from jaxremat.config import Objective, TrainConfig, override
 from jaxremat.errors import UsageError, nearest, reject
-from jaxremat.policy.spec import Policy
+from jaxremat.policy.spec import NONE, WITHOUT_LAYERS, Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.session.distributed import least_of_all
 from jaxremat.session.fields import filled, flags_of
@@ -46,6 +47,7 @@ from jaxremat.workload.model import given_model
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
+    from jaxremat.policy.with_policy import NoLayersError
     from jaxremat.search.budget import Budget
     from jaxremat.session.page import Page
     from jaxremat.trial.record import ExplainRecord
@@ -88,6 +90,7 @@ class Session:
         heading: lines that a person should read before the answers.
         warnings: what couldn't be read of the fitted headroom, and the flags that have no effect.
         planned_batch: the batch of the plan of `--mesh auto`. Under another loss, or in other layouts, another one may be better.
+        no_layers: why policies that need repeated layers have no answer. None if the model has layers, or no policy needs some.
 
     Raises:
         UsageError: an argument isn't known or isn't valid.
@@ -98,6 +101,7 @@ class Session:
     heading: tuple[str, ...]
     warnings: tuple[str, ...]
     planned_batch: int | None = None
+    no_layers: "NoLayersError | None" = None
     _given: RequestedModel | None = None
 
     def __init__(
@@ -110,6 +114,7 @@ class Session:
         **options: Any,
     ) -> None:
         from jaxremat.chips.target import load_target
+        from jaxremat.policy.with_policy import NoLayersError
 
         named: dict[str, Any] = {}
         if isinstance(model, str | Path):
@@ -135,7 +140,11 @@ class Session:
                 allowed="one mesh, such as 'fsdp=8'",
                 next_step="jaxremat run --mesh auto compares meshes",
             )
-        opened = Session.of(request, load_target(target, request.mesh))
+        on = load_target(target, request.mesh)
+        try:
+            opened = Session.of(request, on)
+        except NoLayersError:  # its policy is the default of the flags, and nobody's request
+            opened = Session.of(check_run(replace(flags, policy=(str(NONE),)), given), on)
         vars(self).update(vars(opened), _given=given)
         for warning in self.warnings:
             note(warning)
@@ -207,6 +216,34 @@ class Session:
         session.warnings = (*([warning] if warning else []), *without_effect(request, target.kind))
         return session
 
+    @classmethod
+    def opened(cls, request: Request[Any], target: "Target", *, factory: "WorkloadFactory | None" = None) -> "Session":
+        """The session of a request, some of whose policies may have no answer.
+
+        These need repeated layers, and the model has none.
+
+        Raises:
+            NoLayersError: no layers were found, and all policies need some.
+            UsageError: as for `of`.
+        """
+        from jaxremat.policy.with_policy import NoLayersError
+
+        try:
+            return cls.of(request, target, factory=factory)
+        except NoLayersError as error:
+            need_none = tuple(one for one in request.policies if one.policy in WITHOUT_LAYERS)
+            if not need_none:
+                raise
+            session = cls.of(replace(request, policies=need_none), target, factory=factory)
+            known = iter(session.request.policies)
+            policies = tuple(next(known) if one in need_none else one for one in request.policies)
+            session.request, session.no_layers = replace(session.request, policies=policies), error
+            return session
+
+    def missing_layers(self, requested: RequestedPolicy) -> "NoLayersError | None":
+        """Why a policy of the request has no answer. None if it has one."""
+        return None if requested.policy in WITHOUT_LAYERS else self.no_layers
+
     @property
     def seq_len(self) -> int | None:
         """Tokens per sequence, as the records of the answers have them."""
@@ -253,6 +290,9 @@ class Session:
 
     def compare(self, policies: "Sequence[str | Policy]", batch: int | None = None) -> Answer:
         """The policies side by side, at one batch or each at the largest that fits.
+
+        Where one of several policies has no answer, such as one that needs layers which the model doesn't have, the record of its
+        failure says why.
 
         Args:
             policies: policies, or their texts; `auto` is planned.
@@ -304,6 +344,8 @@ class Session:
         from jaxremat.trial.explain import explain
 
         session = self._requesting(policies, batch)
+        if session.no_layers:
+            raise session.no_layers
         if any(isinstance(requested.policy, Auto) for requested in session.request.policies):
             raise UsageError(
                 "explain and page take policies, got 'auto'", next_step="session.plan(batch).plan.policy is one"
@@ -331,7 +373,7 @@ class Session:
             raise UsageError(f"batch got {batch!r}", allowed=f"a whole number from 1 to {MAX_BATCH:,}", next_step="batch=8")
         batches = () if batch is None else (operator.index(batch),)
         flags = replace(self.request.flags, policy=tuple(map(str, policies)), batch=batches, **more)
-        session = Session.of(check_run(flags, self._given), self.trials.target, factory=self.trials.factory)
+        session = Session.opened(check_run(flags, self._given), self.trials.target, factory=self.trials.factory)
         for warning in session.warnings:
             if warning not in self.warnings:
                 note(warning)
@@ -340,13 +382,15 @@ class Session:
     def _answer(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> Answer:
         from jaxremat.report.progress import Progress
         from jaxremat.report.screen import shared_screen
-        from jaxremat.session.answers import Listener, answer_policy
+        from jaxremat.session.answers import Listener, answer_or_failure, answer_policy
 
         session, by_policy = self._requesting(policies, batch, **more), list[tuple[Record, ...]]()
         with Progress(shared_screen().progress) as progress:
             for requested in session.request.policies:
                 records = list[Record]()
-                answer_policy(session, requested, Listener(records.append, progress.show, note))
+                listener = Listener(records.append, progress.show, note)
+                make = functools.partial(answer_policy, session, requested, listener)
+                answer_or_failure(make, session.request, requested, listener, lambda: session)
                 by_policy.append(tuple(records))
         return Answer(tuple(by_policy), self.trials.target.name)
 
