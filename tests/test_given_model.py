@@ -288,8 +288,9 @@ def test_without_layers_explain_and_compare_have_the_rows_of_the_others(capsys, 
     """They say why the policies that need layers have none. One of them alone, or on a page, is an error."""
     model, page = f"{train}:flat", tmp_path / "page.html"
     argv = ["--model", model, "--target", "h100-80gb", "--policy"]
-    assert explain([*argv, "nothing", "none", "--page", str(page)]) == 1
+    assert explain([*argv, "nothing", "none", "dots", "--page", str(page)]) == 1
     out = capsys.readouterr().out
+    assert "dots, batch 6: bad-config, for the same reason as nothing" in out
     assert out.index("nothing, batch 6: bad-config, NoLayersError: no repeated layers") < out.index("who holds the peak")
     assert page.exists()
     assert explain([*argv, "nothing", "none", "--json"]) == 1
@@ -304,7 +305,8 @@ def test_without_layers_explain_and_compare_have_the_rows_of_the_others(capsys, 
     assert isinstance(auto, FailureRecord)
     assert [trial.policy for trial in answer.trials] == ["none"]
     assert answer.trials == (none,)
-    assert "no repeated layers" in repr(answer)
+    assert repr(answer).count("no repeated layers") == 1
+    assert "auto, batch 6: bad-config, for the same reason as nothing" in repr(answer)
     for call in (lambda: session.compare(["nothing"], 6), lambda: session.page(["none", "nothing"], 6)):
         with pytest.raises(UsageError, match="no repeated layers"):
             call()

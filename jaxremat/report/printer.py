@@ -99,7 +99,7 @@ class Printer:
         self._by_policy: dict[int, list[Record]] = {}
         self._records = list[Record]()
         self._all: list[TrialRecord] = []
-        self._num_policies, self._has_failed = 0, False
+        self._num_policies, self._has_failed, self._reasons = 0, False, dict[str, str]()
         self._lengths: LengthsRecord | None = None
         self._so_far: Callable[[], TrialRecord | MeshChoiceRecord] | None = None
         self._in_full: set[str] = set()
@@ -152,7 +152,7 @@ class Printer:
             self._show_policy([*{row.batch: row for row in trials}.values()], next(reversed(searches), None), planned)
         self.num_compiles += max((one.num_compiles for one in (*trials, *searches, *planned)), default=0)
         self._has_failed |= bool(failures)
-        self._report.show(*map(sentences.failure_sentence, failures))
+        self._report.show(*(sentences.failure_sentence(failure, self._reasons) for failure in failures))
         if isinstance(best, MeshChoiceRecord):
             self.mesh_chosen(best)
         elif best:
@@ -277,7 +277,7 @@ class ExplainPrinter:
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._has_failed = False
+        self._has_failed, self._reasons = False, dict[str, str]()
         self.rows: list[ExplainRecord] = []
 
     def failed(self, failure: FailureRecord) -> None:
@@ -286,7 +286,7 @@ class ExplainPrinter:
         try:
             self._report.record(failure)
         finally:
-            self._report.show(sentences.failure_sentence(failure))
+            self._report.show(sentences.failure_sentence(failure, self._reasons))
 
     def row(self, row: ExplainRecord) -> None:
         """Takes a finished record: it goes to the file at once, and to stdout."""

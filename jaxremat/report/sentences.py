@@ -82,10 +82,16 @@ def batch_sentence(row: StepRecord) -> str:
     return f"Batch {batch_text(row)} {verb} under {policy_text(row)}: {size}.{failed}"
 
 
-def failure_sentence(failure: FailureRecord) -> str:
-    """How a trial failed for which no bytes are known."""
+def failure_sentence(failure: FailureRecord, said: dict[str, str]) -> str:
+    """How a trial failed for which no bytes are known.
+
+    `said` has, by reason that was said before, the policy that it was said of. This one is added.
+    """
     what = f"batch {failure.batch}" if failure.batch else "the search for the largest batch"
-    return f"{failure.requested_policy}, {what}: {failure.outcome}, {failure.error}"
+    before = said.get(failure.error)
+    said.setdefault(failure.error, failure.requested_policy)
+    why = failure.error if before is None else f"for the same reason as {before}"
+    return f"{failure.requested_policy}, {what}: {failure.outcome}, {why}"
 
 
 def why_not(row: TrialRecord) -> str:
