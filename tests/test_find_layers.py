@@ -68,6 +68,16 @@ def first_differs(params, x):
     return unrolled(params[1:], x)
 
 
+def two_pairs(params, x):
+    """Each pair is written at lines of its own. The very first layer casts its input, and no other layer does."""
+    y = x.astype("bfloat16")
+    for p in params[:2]:
+        y = mlp(p, y)
+    for p in params[2:]:
+        y = y + jnp.sin(y @ p["up"]) @ p["down"]
+    return jnp.mean(y**2)
+
+
 def side_by_side(params, x):
     """Heads that all read the same value are no layers."""
     return jnp.mean(sum(jnp.tanh(x @ p["up"]) @ p["down"] for p in params))
@@ -245,6 +255,7 @@ FOUND = {
     "checkpoint in the loop's body": (functools.partial(looped, layer=jax.checkpoint(mlp)), STACKED, [("scan", NUM)]),
     "one checkpoint around all": (jax.checkpoint(unrolled), LAYERS, [("repeat", NUM)]),
     "a first layer that casts": (first_differs, LAYERS, [("repeat", NUM)]),
+    "two pairs, of which the first begins with a cast": (two_pairs, LAYERS, [("repeat", 2), ("repeat", 2)]),
     "towers of blocks": (towers, LAYERS, [("scope", NUM), ("scope", NUM)]),
     "jit with shardings": (pinned, LAYERS, [("repeat", NUM)]),
     "shard_map": (mapped, LAYERS, [("repeat", NUM)]),

@@ -8,10 +8,12 @@ stretch are compared. The cut is taken at which the fewest bytes go from one lay
 a residual connection.
 
 The layers next to them may differ by a few operations, such as a cast, or in their shapes, such as those of another stage of a
-convolutional network. They aren't in the stretch, and are looked for next to it.
+convolutional network. They aren't in the stretch, and are looked for next to it. Where nothing repeats, the casts are left out:
+of two layers only one may cast its input.
 """
 
 import difflib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -45,7 +47,31 @@ def find_repeat(facts: Facts, within: range, are_layers: Callable[[Sequence[rang
         layers = _best_cut(facts, run, period)
         if are_layers(layers):
             return tuple(_with_neighbours(facts, layers, within))
-    return ()
+    return _but_for_casts(facts, within, are_layers)
+
+
+def _but_for_casts(facts: Facts, within: range, are_layers: Callable[[Sequence[range]], bool]) -> tuple[range, ...]:
+    """The layers of the most matmuls that are the same but for their casts and dtypes.
+
+    Empty if there are none. Of two layers the first of which casts its input, neither is the same as the other. Their matmuls are
+    written at the same lines of the user's code.
+    """
+    uncast = [n for n in within if facts.program.equations[n].kind != "convert_element_type"]
+    edges, tokens = np.array([within.start, *(n + 1 for n in uncast)]), facts.rough[uncast]
+    found: list[tuple[int, list[range]]] = []
+    for period in range(1, len(uncast) // 2 + 1):
+        for stretch in _stretches(tokens, period):
+            if not facts.num_heavy(range(edges[stretch.start], edges[stretch.stop])):
+                continue
+            firsts = range(stretch.start, min(stretch.start + period, stretch.stop - 2 * period + 1))
+            cuts = min(
+                (edges[first : stretch.stop + 1 : period] for first in firsts), key=lambda cut: facts.crossing[cut].mean()
+            )
+            layers = [range(a, b) for a, b in itertools.pairwise(cuts.tolist())]
+            lines = {frozenset(facts.lines(layer)) for layer in layers}
+            if len(lines) == 1 and min(lines) and "" not in min(lines) and len({*map(facts.exact, layers)}) > 1:
+                found.append((sum(map(facts.num_heavy, layers)), layers))
+    return next((tuple(layers) for _, layers in sorted(found, key=lambda one: -one[0]) if are_layers(layers)), ())
 
 
 def _stretches(tokens: np.ndarray, period: int) -> list[range]:
