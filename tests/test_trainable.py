@@ -212,6 +212,19 @@ def test_a_plan_knows_the_residuals_of_frozen_kernels(h100):
     assert needed("layers/mlp") < needed() == needed("embedding")
 
 
+@pytest.mark.parametrize(
+    "factory",
+    [frozen_decoder("layers/mlp"), decoder_factory(replace(TINY, lora="2"), "xla")],
+    ids=["frozen MLP", "LoRA"],
+)
+def test_a_plan_has_the_names_of_a_step_with_frozen_kernels(factory):
+    """The planner's layer has its frozen kernels in the compute dtype, as a step has: no conversion of them takes a name."""
+    made, (kind,) = factory.at(2, TRAIN), factory.layers_at(2, TRAIN).kinds
+    names = ",".join(value.name for value in kind.values())
+    jax.eval_shape(made.loss_with(parse(f"save:{names}")), *made.loss_args)
+    assert {str(kind.args[0]["params"]["mlp"]["wi_0"]["kernel"].dtype)} == {"bfloat16"}
+
+
 LAYERS = {"up": (8, 32), "gate": (8, 32), "down": (32, 8)}
 
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jaxremat.config import Layout, TrainConfig
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.mesh.sharding import AnyMesh, axes_in, tracing_for, tracing_on
-from jaxremat.policy.found import FoundLayers
+from jaxremat.policy.found import FoundLayers, Kind
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.policy.spec import Policy
-from jaxremat.policy.tree import combine, path_text
+from jaxremat.policy.tree import combine, is_float, path_text
 from jaxremat.policy.with_policy import NoLayersError, find_layers, layers_in
 from jaxremat.workload.given import OWN_LOSS, GivenModel
 from jaxremat.workload.samples import Growth, growth
@@ -214,7 +214,7 @@ class WorkloadFactory:
         if workload.own_layers is None:
             return _layers_in(workload)
         found = workload.own_layers.found(mesh)
-        return replace(found, kinds=tuple(replace(kind, frozen=_frozen_leaves(workload, kind.args)) for kind in found.kinds))
+        return replace(found, kinds=tuple(_with_frozen(workload, kind) for kind in found.kinds))
 
     def _options(self, train: TrainConfig | None) -> dict[str, Any]:
         """The keywords of `make`, as the training step has them. None leaves the defaults."""
@@ -314,6 +314,20 @@ def _units(leaf: Any, dims: Sequence[tuple[Fraction, Fraction]]) -> Iterator[int
         parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes_in([divided]))
         if rate and base == 0:
             yield (Fraction(parts) / rate).numerator
+
+
+def _with_frozen(workload: Workload, kind: Kind) -> Kind:
+    """The layers with their frozen leaves, which have the dtype that a step stores them in.
+
+    The names of the values depend on it: a kernel that is stored in the compute dtype isn't converted.
+    """
+    frozen, dtype = _frozen_leaves(workload, kind.args), workload.frozen_dtype
+    leaves, tree = jax.tree.flatten(kind.args)
+    stored = [
+        jax.ShapeDtypeStruct(leaf.shape, dtype) if dtype and number in frozen and is_float(leaf) else leaf
+        for number, leaf in enumerate(leaves)
+    ]
+    return replace(kind, args=tree.unflatten(stored), frozen=frozen)
 
 
 def _frozen_leaves(workload: Workload, args: Any) -> frozenset[int]:
