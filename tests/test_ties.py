@@ -72,6 +72,10 @@ def test_the_best_policy_beside_the_author_s_own():
     near = beside_own([own, replace(fast, tokens_per_s=own.rate * 1.04)])
     assert near
     assert near.is_tied
+    also = [replace(one, tokens_per_s=own.rate * 1.03) for one in (small, replace(small, batch=4, total_bytes=GIB))]
+    assert beside_own([own, replace(fast, tokens_per_s=own.rate * 1.04), *also]) == BesideOwn(
+        own, also[0], pytest.approx(0.03), is_tied=True
+    ), "of those as fast, the fewest bytes at the same batch"
     slower = beside_own([own, small])
     assert slower
     assert slower.faster == pytest.approx(0.11 / 0.12 - 1)

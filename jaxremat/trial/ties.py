@@ -43,7 +43,8 @@ class BesideOwn:
 
     Attributes:
         own: the step under `own`.
-        best: the fastest of the others. Where times aren't known, that of the fewest bytes.
+        best: the fastest of the others. Where the times don't tell it from `own`, it is that of the fewest bytes among those at
+            its batch that are as fast. Where times aren't known, too, it is that of the fewest bytes.
         faster: the share by which `best` has the higher rate, negative if it is the slower one. None where a rate isn't known or
             `own` doesn't fit.
         is_tied: whether the times don't tell the two apart.
@@ -70,6 +71,9 @@ def beside_own(rows: Sequence[StepRecord]) -> BesideOwn | None:
     if id(own) not in rates or id(best) not in rates:
         return BesideOwn(own, best)
     is_tied = len(trial_ties([row for row in trials if row is own or row is best])) == 2
+    if is_tied:
+        near = trial_ties([row for row in trials if row is not own and row.batch == best.batch])
+        best = min(near, key=lambda row: row.total_bytes or 0, default=best)
     return BesideOwn(own, best, rates[id(best)] / rates[id(own)] - 1, is_tied)
 
 
