@@ -469,7 +469,7 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
         + (f"; with the chunked loss the step takes {gib(saved)} less, compiled" if saved is not None else ""),
         "--loss chunked"
         if facts.remedies == "flags with loss"
-        else "jaxremat.model.loss.chunked_cross_entropy(logits, kernel, x, targets, positions)",
+        else "from jaxremat.model.loss import chunked_cross_entropy, and call it as docs/levers.md does",
         size if saved is None else saved,
         buffer.source,
     )
