@@ -1,5 +1,6 @@
 """`jaxremat diff`: records of two sides, compared."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxremat.cli import diff
 from jaxremat.cli.diff import main
@@ -15,7 +17,7 @@ from jaxremat.cli.machine.facts import PROBE_LIMIT_S
 from jaxremat.report.diff import changes_report
 from jaxremat.system.process import Deadline, Ended
 from jaxremat.trial.details import HeldBytes
-from jaxremat.trial.difference import PeakChange, compared
+from jaxremat.trial.difference import Changes, PeakChange, compared
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.record import Record
 from tests.made_up_records import GIB, explained, plan, record, search, step, trial
@@ -78,6 +80,16 @@ def test_a_report_has_a_table_for_each_kind_of_change():
     )
     parts = [*changes_report(compared(before, after), 8)]
     assert [not isinstance(part, str) for part in parts] == [True, True, False]
+
+
+def test_a_long_path_of_a_parameter_leaves_the_table_a_table():
+    path = "state.params['params']['Block_*']['gate']['kernel']"
+    change = PeakChange("gpt2, dots, batch 8, h100-80gb", "parameters", path, (GIB, 2 * GIB))
+    console = Console(width=80, file=io.StringIO())
+    for part in changes_report(Changes((), (change,), ((), ()), {}), 8):
+        console.print(part)
+    (row,) = (line for line in console.file.getvalue().splitlines() if "parameters" in line)
+    assert row.split()[1:] == ["state.params.params.Block_*.gate.", "1.00", "2.00", "+1.00"]  # "kernel" is in the next line
 
 
 def test_two_stores_are_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import RenderableType
 
+from jaxremat.report.explain import short_label
 from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.difference import Changes, PeakChange, StepChange
 from jaxremat.units import signed_gib
@@ -50,7 +51,7 @@ def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int) -> Render
     rows = [
         (
             change.category,
-            change.label or "-",
+            short_label(change.label) or "-",
             *map(gib_number, change.num_bytes),
             signed_gib(change.num_bytes[1] - change.num_bytes[0]).removesuffix(" GiB"),
         )

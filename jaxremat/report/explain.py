@@ -46,7 +46,8 @@ def _residuals(row: ExplainRecord) -> list[tuple[str, int]]:
     """The lines of the residuals, with their bytes. The small ones are one line."""
     least, parts = SMALL * (row.total_bytes or 0), [part for part in row.held or [] if part.category == "residuals"]
     small = [part.num_bytes for part in parts if part.num_bytes < least]
-    lines = [(f"  {_short(part.label)} x {part.num_layers}", part.num_bytes) for part in parts if part.num_bytes >= least]
+    large = [part for part in parts if part.num_bytes >= least]
+    lines = [(f"  {short_label(part.label)} x {part.num_layers}", part.num_bytes) for part in large]
     return [*lines, (f"  {len(small)} smaller", sum(small))]
 
 
@@ -79,7 +80,7 @@ def largest_table(row: ExplainRecord) -> Table:
     """
     rows = [
         (
-            _short(part.label) + f" x {part.num_buffers}" * (part.num_buffers > 1),
+            short_label(part.label) + f" x {part.num_buffers}" * (part.num_buffers > 1),
             gib_number(part.num_bytes),
             part.shape,
             Path(part.source).name,
@@ -138,7 +139,7 @@ def _step_name(row: ExplainRecord) -> str:
     return f"{policy_text(row)}, batch {batch_text(row)}"
 
 
-def _short(label: str) -> str:
+def short_label(label: str) -> str:
     """A short form of a label.
 
     `state.params['mlp']['kernel']` becomes `state.params.mlp.kernel`.
