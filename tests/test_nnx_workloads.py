@@ -88,6 +88,20 @@ def update(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.full
+def test_a_step_under_nnx_jit_that_donates_nothing_has_a_remedy_of_nnx(h100):
+    """`jax.jit` would update no object."""
+
+    def wide() -> tuple[Any, Any]:
+        model = nnx.Linear(1024, 1024, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    args = (*nnx.eval_shape(wide), jax.ShapeDtypeStruct((256, 1024), jnp.float32))
+    made = jaxremat.Workload(step=nnx.jit(update), args=args)
+    (found,) = (one for one in jaxremat.lint(made, target=h100) if one.rule == "not-donated")
+    assert found.remedy == "nnx.jit(step, donate_argnames=('model', 'optimizer'))"
+
+
+@pytest.mark.full
 @pytest.mark.any_jax
 def test_a_step_under_nnx_jit_is_compiled_as_it_is():
     """With its own donation, and with the objects that it updates. `nnx.jit` traces to an object around JAX's own."""

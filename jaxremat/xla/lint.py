@@ -51,6 +51,8 @@ from jaxremat.xla.traced import normalized_sizes, score_shapes
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
 _FUSED = re.compile("fmha|dot_product_attention|custom_partitioning")
+#: The path of an argument that is a variable of an NNX object: `nnx.jit` hands over the states of each.
+_STATES_OF_NNX = re.compile(r"\w+\.states\[")
 
 #: A loop's residuals, and attention's scores, are much of a step from this share of its bytes on.
 _MUCH = 0.3
@@ -268,12 +270,14 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
     if num_bytes <= facts.small_bytes:
         return
     largest = max(not_donated, key=lambda parameter: parameter.num_bytes)
-    roots = sorted({re.split(r"\W", parameter.op_name)[0] for parameter in not_donated} - {""})
+    paths = [parameter.op_name for parameter in not_donated if parameter.op_name]
+    roots = sorted({re.split(r"\W", path)[0] for path in paths})
+    jit = "nnx.jit" if any(map(_STATES_OF_NNX.match, paths)) else "jax.jit"
     yield Finding(
         "not-donated",
         f"{len(not_donated)} arguments are there twice, old and new: {gib(num_bytes)} of {gib(facts.memory.total_bytes)}; "
         f"the largest is {largest.op_name or largest.name}, {gib(largest.num_bytes)}. {gib(facts.memory.alias_bytes)} donated",
-        f"jax.jit(step, donate_argnames={tuple(roots)!r})",
+        f"{jit}(step, donate_argnames={tuple(roots)!r})",
         num_bytes,
     )
 
