@@ -80,6 +80,7 @@ OF_THE_READER = {
     "config.json",
     "mine.py:workload",
     "train.py:workload",
+    "train.py:whole_step",
     "plan:plan.json",
     "plan:runs/auto/plan.json",
 }
