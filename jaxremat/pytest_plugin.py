@@ -290,6 +290,9 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -
         lines.append(f"  {signed_gib(growth):>12}  {'  '.join(word for word in words if word)}")
     if len(grown) > _NUM_SHOWN:
         lines.append(f"  and {len(grown) - _NUM_SHOWN} more")
+    gone = sum(growth for growth, _ in grown) - (now.total_bytes - before.total_bytes)
+    if gone >= least:
+        lines.append(f"  {signed_gib(-gone):>12}  others, which shrank or are no longer at the peak")
     others = [
         f"{package} {before.versions.get(package)} became {version}"
         for package, version in now.versions.items()

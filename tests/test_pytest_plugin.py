@@ -109,6 +109,15 @@ def test_what_hardly_grew_is_not_named():
     assert ("residuals" in text, "outputs" in text) == (True, False)
 
 
+def test_the_bytes_that_left_the_peak_are_said_so_that_the_message_adds_up():
+    grown = (Holding("working set", "dot_general", "model.py:8", 700), Holding("gaps", "", "", 400))
+    text = _grown("test_a", PLACES, BEFORE, Baseline(1100, 0, grown, {}))
+    assert "+0.000 GiB  working set" in text
+    assert text.splitlines()[4].split(maxsplit=2)[2] == "others, which shrank or are no longer at the peak"
+    same = _grown("test_a", PLACES, BEFORE, Baseline(1700, 0, (*BEFORE.at_peak, grown[0]), {}))
+    assert "others" not in same
+
+
 def test_a_missing_baseline_shows_that_of_another_jax():
     text = _missing("a", ("jax 0.12.0", "h100-80gb"), BEFORE, {"jax 0.10.2": {"h100-80gb": {"a": BEFORE}}}, Path("b.json"))
     assert "jax 0.10.2" in text
