@@ -50,9 +50,9 @@ def estimate_function(
         share: on several devices, what one of them stores and computes.
         frozen: as for `layer_problem`.
     """
-    problems, keep = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    problems, found = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
     problem, unfused = map(_without_small_transfers, problems)
-    ways = {v: keep[value.name] for v, value in enumerate(problem.values) if value.name in keep}
+    ways = {v: found[value.name] for v, value in enumerate(problem.values) if value.name in found}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0
     names = {v: way.name for v, way in ways.items() if way.name}

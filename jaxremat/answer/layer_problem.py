@@ -81,9 +81,9 @@ def layer_problem(
     share: Share = ALONE,
     frozen: Collection[int] = (),
 ) -> tuple[Problem, dict[str, Keep]]:
-    """`layer_problems` by one assumption: that reductions over the last axis are fused, or that they aren't."""
-    problems, keep = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
-    return problems[not fused_reductions], keep
+    """The problem of one layer by one of the two assumptions of `layer_problems`."""
+    problems, ways = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    return problems[not fused_reductions], ways
 
 
 def layer_problems(
@@ -95,7 +95,7 @@ def layer_problems(
     share: Share = ALONE,
     frozen: Collection[int] = (),
 ) -> tuple[tuple[Problem, Problem], dict[str, Keep]]:
-    """The problem of one layer, `function(*args)`, on a device, by both assumptions on reductions.
+    """The problems of one layer, `function(*args)`, by both assumptions on reductions.
 
     A value that can be saved by its checkpoint name is called by that name. Other values are called by module path and
     operation. If several values share a checkpoint name, none of them can be saved alone, and none is offered; `autoname` gives
@@ -152,14 +152,14 @@ def layer_problems(
     written = _read_by(equations, merged, _has_a_kernel)
     copied = _copied(equations, merged) if in_scan else set[int]()
     save_s = _save_seconds(lies, equations, written, copied, speed, in_scan)
-    keep = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
-    labels = _labels(program, args, equations, given, {number: way.name for number, way in keep.items()})
+    ways = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
+    labels = _labels(program, args, equations, given, {number: way.name for number, way in ways.items()})
     values = tuple(
         Value(
             name=labels[number],
             num_bytes=lies.num_bytes(number),
-            saveable=number in keep,
-            offloadable=number in keep and bool(keep[number].name),
+            saveable=number in ways,
+            offloadable=number in ways and bool(ways[number].name),
             needed=number in needed,
             save_s=save_s.get(number, 0.0),
             is_copied=number in copied,
@@ -191,7 +191,7 @@ def layer_problems(
             offload_s_per_byte=2 / speed.host_link_bytes_per_s,
         )
 
-    return (problem(True), problem(False)), {labels[number]: way for number, way in keep.items()}
+    return (problem(True), problem(False)), {labels[number]: way for number, way in ways.items()}
 
 
 def _forward_and_residuals(

@@ -120,7 +120,10 @@ class Printer:
         self._report.record(record)
 
     def so_far(self, record: Callable[[], TrialRecord | MeshChoiceRecord]) -> None:
-        """Takes what a search has found so far. `policy_done` makes and prints the record if no answer replaced it."""
+        """Takes what a search has found so far.
+
+        `policy_done` makes and prints the record if no answer replaced it.
+        """
         self._so_far = record
 
     def mesh_chosen(self, record: MeshChoiceRecord) -> None:
