@@ -50,7 +50,7 @@ _MAX_CANDIDATES = 3  # candidates compiled at a batch and loss
 _MAX_ALONE = 6  # the same where the batch is given
 _MAX_PLACES = 2  # batches and losses at which candidates are compiled
 _MAX_NEAR = 12  # candidates near to compiled ones that are compiled where steps are small
-_PATIENCE = 5  # last compiled steps, among which the fastest one is while these are compiled
+_PATIENCE = 5  # last compiled steps that fit, among which the fastest one is while these are compiled
 _SAME_SPEED = 3e-3  # share of a step's seconds by which two estimates of a layer count as equal
 _ROOMY = 1.1  # share of the budget that a named policy may be expected to take to be compiled
 _SURELY_FITS = 0.97  # share of the budget that `none` is expected to take where it is compiled before any candidate
@@ -270,7 +270,7 @@ class Search:
     def _near(self, place: Place) -> Proposal | None:
         """The fastest candidate near to compiled ones. None unless one of the last was the fastest."""
         known = self.known
-        here = [step for (_, at), step in known.tried.items() if at == place]
+        here = [*known.fitting(place)]
         if not self._near_left or known.best() not in here[-_PATIENCE:]:
             return None
         decisions = [one.decision for (_, at), one in known.own_choices().items() if at == place]
