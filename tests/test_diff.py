@@ -85,10 +85,10 @@ def test_a_report_has_a_table_for_each_kind_of_change():
 def test_a_long_path_of_a_parameter_leaves_the_table_a_table():
     path = "state.params['params']['Block_*']['gate']['kernel']"
     change = PeakChange("gpt2, dots, batch 8, h100-80gb", "parameters", path, (GIB, 2 * GIB))
-    console = Console(width=80, file=io.StringIO())
+    console = Console(width=80, file=(out := io.StringIO()))
     for part in changes_report(Changes((), (change,), ((), ()), {}), 8):
         console.print(part)
-    (row,) = (line for line in console.file.getvalue().splitlines() if "parameters" in line)
+    (row,) = (line for line in out.getvalue().splitlines() if "parameters" in line)
     assert row.split()[1:] == ["state.params.params.Block_*.gate.", "1.00", "2.00", "+1.00"]  # "kernel" is in the next line
 
 
