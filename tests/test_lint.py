@@ -513,7 +513,7 @@ def test_several_checkpoints_of_a_body_recompute_at_once(h100):
 def test_the_remedies_of_checkpoints_take_fewer_bytes(h100):
     """A checkpoint around each layer in place of one around all, and one around each step in time.
 
-    The bytes of the finding are the most that the first remedy saves, and it saves much of them.
+    The bytes of the finding are the most that the first remedy saves, and it saves a third of them or more.
     """
     xs = jax.ShapeDtypeStruct((64, 1024, WIDTH), jnp.float32)
     for worse, better, args in (
@@ -527,7 +527,7 @@ def test_the_remedies_of_checkpoints_take_fewer_bytes(h100):
         assert find(lint_input(good)) == ()
         for finding in find(lint_input(mapped(worse, args, h100))):
             if finding.rule == "one-checkpoint":
-                assert 0.4 * finding.num_bytes <= bad.memory.total_bytes - good.memory.total_bytes <= finding.num_bytes
+                assert 0.3 * finding.num_bytes <= bad.memory.total_bytes - good.memory.total_bytes <= finding.num_bytes
 
 
 @pytest.mark.full
