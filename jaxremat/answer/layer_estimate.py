@@ -2,16 +2,16 @@
 
 The estimate is made from a module or a function.
 
-A layer has two problems, by two assumptions on reductions: that XLA fuses those over the last axis into other
-kernels, and that it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first,
-and compiled steps choose between them.
+A layer has two problems, by two assumptions on reductions: that XLA fuses those over the last axis into other kernels, and that
+it doesn't. XLA does so in many layers and not in all. The second problem becomes an alternative of the first, and compiled steps
+choose between them.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxremat.answer.layer_problem import layer_problems
+from jaxremat.answer.layer_problem import layer_problem
 from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target
@@ -50,8 +50,8 @@ def estimate_function(
         share: on several devices, what one of them stores and computes.
         frozen: as for `layer_problem`.
     """
-    problems, found = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
-    problem, unfused = map(_without_small_transfers, problems)
+    fused, unfused, found = layer_problem(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    problem, unfused = map(_without_small_transfers, (fused, unfused))
     ways = {v: found[value.name] for v, value in enumerate(problem.values) if value.name in found}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.
     offload_bytes = sum(value.num_bytes for value in problem.values) if in_scan else 0

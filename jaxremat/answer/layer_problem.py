@@ -77,25 +77,10 @@ def layer_problem(
     speed: DeviceSpeed,
     *,
     in_scan: bool = True,
-    fused_reductions: bool = True,
     share: Share = ALONE,
     frozen: Collection[int] = (),
-) -> tuple[Problem, dict[str, Keep]]:
-    """The problem of one layer by one of the two assumptions of `layer_problems`."""
-    problems, ways = layer_problems(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
-    return problems[not fused_reductions], ways
-
-
-def layer_problems(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    speed: DeviceSpeed,
-    *,
-    in_scan: bool = True,
-    share: Share = ALONE,
-    frozen: Collection[int] = (),
-) -> tuple[tuple[Problem, Problem], dict[str, Keep]]:
-    """The problems of one layer, `function(*args)`, by both assumptions on reductions.
+) -> tuple[Problem, Problem, dict[str, Keep]]:
+    """The problem of one layer, `function(*args)`, by both assumptions on reductions.
 
     A value that can be saved by its checkpoint name is called by that name. Other values are called by module path and
     operation. If several values share a checkpoint name, none of them can be saved alone, and none is offered; `autoname` gives
@@ -132,9 +117,9 @@ def layer_problems(
         frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
 
     Returns:
-        Two problems, and how each saveable value is saved, by its name in the problems. In the first one reductions over the
-        last axis cost nothing, and in the second one they are kernels of their own. XLA fuses them in many layers, and not in
-        all. The problems differ in `Op.recompute_s` alone.
+        Two problems, and how each saveable value is saved, by its name in the problems. In the first problem reductions over the
+        last axis cost nothing, and in the second they are kernels of their own. XLA fuses them in many layers, and not in all.
+        The problems differ in `Op.recompute_s` alone.
 
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
@@ -169,29 +154,27 @@ def layer_problems(
     )
     place = {number: n for n, number in enumerate(numbers)}
     layer = layer_scope(program)
-
-    def problem(fused_reductions: bool) -> Problem:
-        seconds = _recompute_seconds(lies, equations, merged, written, speed, fused_reductions)
-        ops = tuple(
-            Op(
-                name=value_path(equation, layer),
-                inputs=tuple(place[number] for number in merged.operands(equation)),
-                outputs=tuple(place[number] for number in equation.outputs),
-                recompute_s=cost,
-                flops=lies.flops(equation),
-                together=equation.kind == FUSED_ATTENTION,
-            )
-            for equation, cost in zip(equations, seconds, strict=True)
+    fused_s, unfused_s = (_recompute_seconds(lies, equations, merged, written, speed, fused) for fused in (True, False))
+    ops = tuple(
+        Op(
+            name=value_path(equation, layer),
+            inputs=tuple(place[number] for number in merged.operands(equation)),
+            outputs=tuple(place[number] for number in equation.outputs),
+            recompute_s=cost,
+            flops=lies.flops(equation),
+            together=equation.kind == FUSED_ATTENTION,
         )
-        return Problem(
-            values=values,
-            ops=ops,
-            inputs=tuple(range(len(given))),
-            save_s_per_byte=3 / speed.bytes_per_s() if in_scan else 0.0,
-            offload_s_per_byte=2 / speed.host_link_bytes_per_s,
-        )
-
-    return (problem(True), problem(False)), {labels[number]: way for number, way in ways.items()}
+        for equation, cost in zip(equations, fused_s, strict=True)
+    )
+    problem = Problem(
+        values=values,
+        ops=ops,
+        inputs=tuple(range(len(given))),
+        save_s_per_byte=3 / speed.bytes_per_s() if in_scan else 0.0,
+        offload_s_per_byte=2 / speed.host_link_bytes_per_s,
+    )
+    unfused = replace(problem, ops=tuple(replace(op, recompute_s=cost) for op, cost in zip(ops, unfused_s, strict=True)))
+    return problem, unfused, {labels[number]: way for number, way in ways.items()}
 
 
 def _forward_and_residuals(

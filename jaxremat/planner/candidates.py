@@ -49,8 +49,8 @@ def candidates(
 def near(layer: LayerEstimate, num_layers: int, corrections: Corrections, known: Sequence[Decision]) -> Iterator[Candidate]:
     """The candidates near to full remat or a known decision that may fit.
 
-    They save one value more or less. Expected bytes may be wrong, so they may exceed the budget by the bytes of all values of
-    one layer, and by what a compiled candidate took less than expected.
+    They save one value more or less. Their expected bytes may be wrong, and may exceed the budget by the bytes of all values of
+    one layer and by what a compiled candidate took less than expected.
     """
     less_bytes = max((-family.beyond_bytes for family in corrections.learned_families if family.beyond_bytes), default=0)
     most_bytes = corrections.left_bytes + layer.problem.num_bytes(layer.everything.save) + less_bytes
