@@ -188,7 +188,7 @@ PLANS = tuple(
     Case(f"{model}, {target}", target, model, "auto", mesh, options={"seq_len": seq_len})
     for model, seq_len, meshes in (
         ("llama3.1-8b", 8192, {"v6e": "fsdp=8", "v5p": "fsdp=8", "v5e": "fsdp=16"}),
-        ("gpt2", 1024, {"v6e": None, "v5p": None, "v5e": None}),
+        ("llama3.2-1b", 4096, {"v6e": "fsdp=4", "v5p": "fsdp=4", "v5e": "fsdp=4"}),
     )
     for target, mesh in meshes.items()
 )

@@ -4,7 +4,8 @@ import functools
 
 from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.steps import SPARSE, Cost
+from jaxremat.planner.plan import NoPlan, Plan, find_plans
+from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import Names, Policy, Rule
 
 LAYERS = 12
@@ -68,3 +69,10 @@ class Xla:
     @staticmethod
     def recomputed(kept: set[str]) -> set[str]:
         return {name for name in NAMES if name not in kept}
+
+
+def find_plan(steps: Steps, **options) -> Plan | NoPlan:
+    """`find_plans` in one layout."""
+    (found,) = find_plans([steps], **options)
+    assert found.plan is not None, "the layers' own layout has a plan, or a step that doesn't fit"
+    return found.plan

@@ -21,7 +21,7 @@ from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.known import Known
 from jaxremat.planner.places import possible
-from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.plan import Plan
 from jaxremat.planner.search import speed_bounds
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
@@ -30,7 +30,7 @@ from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.compiles import Compile
 from jaxremat.trial.trials import Trials
 from jaxremat.units import percent_up
-from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.planner_formula import LAYERS, Xla, find_plan, layer_at
 from tests.small_models import GPT
 from tests.small_problems import solve_by_trying_all
 

@@ -8,11 +8,11 @@ import pytest
 from jaxremat.answer.planned import _of_whole_steps
 from jaxremat.chips.target import load_target
 from jaxremat.cli.run import main
-from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.steps import Steps
 from jaxremat.trial.lines import from_row
 from tests.mesh_runs import make_run
-from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.planner_formula import LAYERS, Xla, find_plan, layer_at
 
 SHAPE = ["--model", "tiny", "--num-layers", "4", "--dropout", "0", "--seq-len", "128", "--target", "h100-80gb"]
 

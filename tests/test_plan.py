@@ -14,13 +14,14 @@ from jaxremat.knapsack.hull import lower_hull
 from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
+from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import NoPlan, Plan, find_plan, find_plans
+from jaxremat.planner.plan import NoPlan, Plan, find_plans
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from jaxremat.search.batch import spaced
 from jaxremat.search.compiles import Compile, Compiles
-from tests.planner_formula import BYTES, LAYERS, NAMES, Xla, layer_at
+from tests.planner_formula import BYTES, LAYERS, NAMES, Xla, find_plan, layer_at
 from tests.small_problems import solve_by_trying_all
 
 
@@ -386,6 +387,29 @@ def test_a_plan_is_by_the_right_estimate_from_the_first_candidate_on():
     assert isinstance(alone, Plan)
     assert beside.policy == alone.policy
     assert beside.cost.step_s < xla(dots, "full", 8).step_s
+
+
+def test_full_remat_that_was_compiled_before_is_on_the_curve():
+    """The search for the largest batch of `nothing` compiled two steps. A plan beside it takes no others to begin with."""
+    known, xla = tuple((NOTHING, "chunked", batch) for batch in (8, 60)), Xla()
+    options = {"losses": ("chunked",), "fixed_bytes": 1000, "batches": range(1, 65)}
+    beside = find_plan(Steps(layer_at, xla, LAYERS, 40_000, known=known), **options)
+    alone = find_plan(Steps(layer_at, Xla(), LAYERS, 40_000), **options)
+    assert isinstance(beside, Plan)
+    assert isinstance(alone, Plan)
+    assert beside.batch / beside.cost.step_s == alone.batch / alone.cost.step_s
+    assert {batch for policy, _, batch in xla.calls if policy == NOTHING} <= {8, 60, beside.batch}
+
+
+@pytest.mark.parametrize(
+    ("batches", "off", "foreseen"), [((8, 40), 1, False), ((8, 40, 90), 1, True), ((8, 40, 90), 1.05, False)]
+)
+def test_a_batch_between_compiled_ones_is_foreseen_where_the_line_is_straight(batches, off, foreseen):
+    curve = Curve((CurvePoint(0, Cost(1000, 0.0)),))
+    for batch in batches:
+        curve = curve.with_point(batch, Cost(round((1000 + 100 * batch) * (off if batch == 40 else 1)), 1 + batch))
+    assert curve.is_foreseen(30) is foreseen
+    assert not curve.is_foreseen(100), "no compiled step is beyond it"
 
 
 def test_one_slow_step_alone_does_not_end_the_search():

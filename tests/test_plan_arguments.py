@@ -12,8 +12,8 @@ import jaxremat
 from jaxremat.answer.planned import plan_run
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
-from jaxremat.planner.plan import find_plan
 from jaxremat.session.flags import RunFlags
+from tests.planner_formula import find_plan
 
 
 class Block(nn.Module):

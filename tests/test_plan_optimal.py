@@ -22,9 +22,10 @@ from jaxremat.knapsack.solve import solve
 from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.plan import Plan
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy, Rule
+from tests.planner_formula import find_plan
 from tests.small_problems import cost, every_decision, keep, least, problems
 
 EXACT = 1e-9

@@ -6,10 +6,11 @@ import pytest
 
 from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.plan import Plan
 from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy
+from tests.planner_formula import find_plan
 from tests.small_problems import solve_by_trying_all
 
 NAMES = ("up", "gate", "act")

@@ -20,11 +20,12 @@ from jaxremat.knapsack.problem import LEAST_S, Decision, Op, Problem, Value
 from jaxremat.planner.candidates import candidates, fastest, named_policies
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
+from tests.planner_formula import find_plan
 from tests.small_problems import every_decision, problems, solve_by_trying_all
 
 EXACT = 1e-9

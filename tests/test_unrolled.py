@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxremat.planner.plan import Plan, find_plan, find_plans, is_better
+from jaxremat.planner.plan import Plan, find_plans, is_better
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy, Rule
-from tests.planner_formula import LAYERS, Xla, layer_at
+from tests.planner_formula import LAYERS, Xla, find_plan, layer_at
 from tests.small_problems import solve_by_trying_all
 
 

@@ -15,12 +15,13 @@ from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import Candidate, LayerEstimate
-from jaxremat.planner.plan import Plan, find_plan
+from jaxremat.planner.plan import Plan
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import Cost, Moment, Steps
 from jaxremat.policy.spec import NOTHING, Names, Policy
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.without import _Window, _windows, moments_of
+from tests.planner_formula import find_plan
 
 ROWS, WIDTH, LAYERS = 8192, 1024, 6
 HIDDEN_BYTES = ROWS * 4 * WIDTH * 2

@@ -22,7 +22,7 @@ from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import DoesNotFitError, UsageError
 from jaxremat.mesh.sharding import tracing_for
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.plan import NoPlan, Plan, find_plan
+from jaxremat.planner.plan import NoPlan, Plan, find_plans
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.autoname import autoname
@@ -89,7 +89,9 @@ def plan(
 
     most_that_fit = MOST_WHOLE if on.chip.options.speaks_early else None
     steps = Steps(lambda batch: stack.estimate, compile_step, num_layers, budget_bytes, most_that_fit=most_that_fit)
-    found = find_plan(steps, losses=("",), batch=1)
+    (in_layout,) = find_plans([steps], losses=("",), batch=1)
+    found = in_layout.plan
+    assert found, "the only layout has a plan, or a step that doesn't fit"
     if isinstance(found, NoPlan):
         raise DoesNotFitError(
             f"no policy fits {gib(budget_bytes)}: under {found.least.policy}, the least of those compiled, it takes "

@@ -75,7 +75,7 @@ def plan_run(
         batch: the batch, or None to choose it.
         max_batch: no larger batch is chosen; None for no limit. With a global batch, its divisors up to there are the batches
             to choose among.
-        objective: what to plan for, as in `find_plan`.
+        objective: what to plan for, as in `find_plans`.
         on_compile: called before each compile with the policy, the batch, and which compile it is. The compiles of a plan that
             offloads nothing, because XLA rejected one that does, are counted from 1.
         on_best: called with the trials, the policy and the batch of each step that fits and is better than those before, by
@@ -126,7 +126,7 @@ def _plan(
 ) -> Planned:
     """`plan_run` with its arguments in two groups.
 
-    `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plan`.
+    `common` has the attributes of `_Compiles`, and `options` the arguments of `find_plans`.
     """
     layout, *other_layouts = layouts or (None,)
     first = _Compiles(trials.with_layout(layout), compiles=Compiles(), **common)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from jaxremat.planner.steps import Cost, Moment
 
+_STRAIGHT = 0.01  # share by which a compiled point may be off the line through its neighbors
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -15,6 +17,10 @@ class CurvePoint:
 
     batch: int
     cost: Cost
+
+    def is_near(self, other: Cost) -> bool:
+        shares = (other.total_bytes / self.cost.total_bytes, other.step_s / self.cost.step_s)
+        return all(abs(share - 1) < _STRAIGHT for share in shares)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,16 @@ class Curve:
 
     def is_compiled(self, batch: int) -> bool:
         return any(point.batch == batch for point in self.points)
+
+    def is_foreseen(self, batch: int) -> bool:
+        """Whether the line between two compiled steps is known to be straight there.
+
+        It is if it would have foreseen one of the two without having been compiled there.
+        """
+        points = self.accepted
+        right = next((n for n, point in enumerate(points) if point.batch > batch), 0)
+        between = (n for n in (right - 1, right) if 0 < n < len(points) - 1)
+        return any(points[n].is_near(Curve(points[:n] + points[n + 1 :]).at(points[n].batch)) for n in between)
 
     def at(self, batch: int) -> Cost:
         if compiled := next((point.cost for point in self.points if point.batch == batch), None):

@@ -98,10 +98,13 @@ class Known:
     # The compiled steps.
 
     def add(self, policy: Policy, place: Place) -> Tried:
-        """The step, compiled once."""
+        """The step, compiled once. A full-remat step of a scan is a point of its curve."""
         if (policy, place) not in self.tried:
             key = (policy, place.loss, place.batch)
-            self.tried[policy, place] = Tried(*key, self.steps.compile(*key))
+            step = self.tried[policy, place] = Tried(*key, self.steps.compile(*key))
+            if policy == NOTHING and not self.scanned:
+                curve = self.curves.get(place.loss) or Curve((CurvePoint(0, Cost(self.fixed_bytes, 0.0)),))
+                self.curves[place.loss] = curve.with_point(place.batch, step.cost)
         return self.tried[policy, place]
 
     def compile(self, policy: Policy, place: Place, candidate: Candidate | None = None) -> None:
@@ -119,7 +122,7 @@ class Known:
             if is_base and self.scanned and not self.is_compiled(place):
                 self.scanned.compile(policy, place)
                 return
-            cost = self.add(policy, place).cost
+            self.add(policy, place)
         except CompileError as error:
             if self.scanned:
                 self.rejected = str(error)
@@ -128,9 +131,6 @@ class Known:
             else:
                 raise
             return
-        if is_base and not self.scanned:
-            curve = self.curves.get(place.loss) or Curve((CurvePoint(0, Cost(self.fixed_bytes, 0.0)),))
-            self.curves[place.loss] = curve.with_point(place.batch, cost)
         if candidate:
             self.candidates[policy, place] = candidate
 

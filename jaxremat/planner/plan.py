@@ -68,35 +68,6 @@ class NoPlan:
     tried: tuple[Tried, ...]
 
 
-def find_plan(
-    steps: Steps,
-    *,
-    losses: Sequence[str],
-    batch: int | None = None,
-    fixed_bytes: int = 0,
-    batches: Sequence[int] = range(1, MAX_BATCH + 1),
-    objective: Objective = "time",
-    named: bool = True,
-) -> Plan | NoPlan:
-    """The best plan whose compiled step fits the budget.
-
-    Args:
-        steps: the steps to plan.
-        losses: the losses to choose among.
-        batch: the batch. None to choose it, which isn't possible with the objective `memory`.
-        fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
-        batches: the batches to choose among, in rising order.
-        objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
-            `memory` for the least bytes.
-        named: whether the named policies that could fit are compiled too.
-    """
-    (found,) = find_plans(
-        [steps], losses=losses, batch=batch, fixed_bytes=fixed_bytes, batches=batches, objective=objective, named=named
-    )
-    assert found.plan is not None, "the layers' own layout has a plan, or a step that doesn't fit"
-    return found.plan
-
-
 @dataclass(frozen=True)
 class Found:
     """What was found in one layout: a plan, or why there is none.
@@ -112,13 +83,24 @@ def find_plans(
     layouts: Sequence[Steps],
     *,
     losses: Sequence[str],
-    batch: int | None,
-    fixed_bytes: int,
-    batches: Sequence[int],
+    batch: int | None = None,
+    fixed_bytes: int = 0,
+    batches: Sequence[int] = range(1, MAX_BATCH + 1),
     objective: Objective = "time",
     named: bool = True,
 ) -> list[Found]:
-    """`find_plan` in each layout: a scan or that of the layers, and the same layers unrolled."""
+    """The best plan in each layout whose compiled step fits the budget.
+
+    Args:
+        layouts: the steps to plan: those of a scan or of the layers' own layout, and of the same layers, unrolled.
+        losses: the losses to choose among.
+        batch: the batch. None to choose it, which isn't possible with the objective `memory`.
+        fixed_bytes: bytes of the parameters and the optimizer state, for a first guess.
+        batches: the batches to choose among, in rising order.
+        objective: `time` for the most tokens per second, `batch` for the largest batch (and the fastest step there),
+            `memory` for the least bytes.
+        named: whether the named policies that could fit are compiled too.
+    """
     steps, *others = layouts
     first = Known(steps, losses, [batch or batches[0]], fixed_bytes)
     if objective == "batch":

@@ -217,9 +217,11 @@ class Search:
         known, steps = self.known, self.known.steps
         if steps.has_own_base and known.scanned and (NOTHING, place) not in known.tried:
             return Proposal(NOTHING, place)
-        num_on_line = sum(point.batch > 0 and steps.fits(point.cost) for point in known.curves[place.loss].points)
-        if not known.is_compiled(place) and not (steps.most_that_fit and num_on_line > 1):
-            last = known.curves[place.loss].points[-1].batch  # a line that is nearly flat leads anywhere
+        curve = known.curves[place.loss]
+        num_on_line = sum(point.batch > 0 and steps.fits(point.cost) for point in curve.points)
+        is_foreseen = num_on_line > 1 if steps.most_that_fit else curve.is_foreseen(place.batch)
+        if not known.is_compiled(place) and not is_foreseen:
+            last = curve.points[-1].batch  # a line that is nearly flat leads anywhere
             after = known.batches[min(bisect.bisect_right(known.batches, last), len(known.batches) - 1)]
             most = at_most(known.batches, max(after, _GROWTH * last))
             return Proposal(NOTHING, replace(place, batch=min(place.batch, most)))
