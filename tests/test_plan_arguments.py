@@ -12,8 +12,8 @@ import jaxremat
 from jaxremat.answer.planned import plan_run
 from jaxremat.config import ModelConfig
 from jaxremat.errors import UsageError
+from jaxremat.planner.plan import find_plans
 from jaxremat.session.flags import RunFlags
-from tests.planner_formula import find_plan
 
 
 class Block(nn.Module):
@@ -51,10 +51,10 @@ class _Found(Exception):
 
 
 def test_without_a_budget_it_is_the_commands(h100, monkeypatch):
-    def find(steps: Any, **_: Any) -> None:
-        raise _Found(steps.budget_bytes)
+    def find(layouts: Any, **_: Any) -> None:
+        raise _Found(layouts[0].budget_bytes)
 
-    monkeypatch.setattr("jaxremat.answer.any_layer.find_plan", find)
+    monkeypatch.setattr("jaxremat.answer.any_layer.find_plans", find)
     with pytest.raises(_Found) as found:
         jaxremat.plan(Block(), X, num_layers=2, target=h100)
     flags = RunFlags()
@@ -71,4 +71,4 @@ def test_the_defaults_are_those_of_the_commands():
     of_plan = {name: parameter.default for name, parameter in inspect.signature(jaxremat.plan).parameters.items()}
     assert {name: of_plan[name] for name in ("budget", "target")} == {"budget": flags.budget, "target": flags.target}
     assert of_plan["scan"] == config.scan_layers
-    assert {inspect.signature(plan).parameters["objective"].default for plan in (find_plan, plan_run)} == {flags.objective}
+    assert {inspect.signature(plan).parameters["objective"].default for plan in (find_plans, plan_run)} == {flags.objective}
