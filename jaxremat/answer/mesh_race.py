@@ -114,7 +114,7 @@ def compare_meshes(
             known = [most for most in further.values() if most is not None]
             if len(known) == len(further):
                 compiles.expect(sum(known))
-            on_compile(str(one.mesh), policy, batch, compiles.next())
+            on_compile(str(one.mesh), policy, batch, replace(compiles.next(), estimate=compile.estimate))
             if (most := further[one.mesh]) is not None:
                 further[one.mesh] = most - 1
 
@@ -210,6 +210,7 @@ def _largest(
         curve = Curve((CurvePoint(low, first), second))
         reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
         yield speed(reach, curve.at(reach))
+        compiles.estimated(at_most(batches, reach - 1))
         found = largest_batch(
             lambda batch: trials.compile(policy, batch).memory.total_bytes,
             budget_bytes,
