@@ -250,19 +250,24 @@ class Scanned(nn.Module):
         return jnp.mean(scanned(self.block(name="block"), x, None)[0] ** 2)
 
 
-@pytest.mark.parametrize("in_scan", [False, True])
-def test_values_that_nobody_named_are_named_in_the_pasted_module(in_scan):
-    """The layer is the module and nothing else. So the code saves the policy's values."""
+@pytest.mark.parametrize("layout", ["unrolled", "scan", "scan of checkpoints"])
+def test_values_that_nobody_named_are_named_in_the_pasted_module(layout):
+    """The layer is the module and nothing else. So the code saves the policy's values.
+
+    Where the author wrote a checkpoint around it in a scan, the code takes its place, and says so.
+    """
     loss_with, params = MODELS["linen"]()
     loss, several = loss_with(""), ("1*nothing|1*save:Dense_1/dot_general",)
-    if in_scan:
-        loss, params, several = Scanned().apply, jax.eval_shape(Scanned().init, jax.random.key(0), X), ()
+    if in_scan := layout != "unrolled":
+        model = Scanned() if layout == "scan" else Scanned(nn.remat(LinenBlock))
+        loss, params, several = model.apply, jax.eval_shape(model.init, jax.random.key(0), X), ()
     (kind,) = jaxremat.find_layers(loss, params, X).kinds
     assert (kind.module, kind.in_scan) == ("block", in_scan)
     for policy in ("save:Dense_1/dot_general", *several):
         comment, *lines = code_of(policy, loss, params, X)
         code = "\n".join(lines)
         assert (comment[0], "in_scan=True" in code) == ("#", in_scan)
+        assert any("own checkpoints" in line for line in lines) == (layout == "scan of checkpoints")
         block = pasted(code, Block=LinenBlock, jaxremat=jaxremat)["Block"]
         losses = jaxremat.with_policy(loss, policy), Scanned(block).apply if in_scan else loss_with(code)
         want, got = (saved_values(jax.make_jaxpr(jax.grad(one))(params, X)) for one in losses)

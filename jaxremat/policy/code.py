@@ -15,7 +15,7 @@ import jax
 from jaxremat.errors import UsageError
 from jaxremat.policy.found import Kind
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.jax_private import core
+from jaxremat.policy.jax_private import core, is_checkpoint
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, MAXTEXT_NAMES, config_lines
 from jaxremat.policy.names import all_written_names
 from jaxremat.policy.spec import NOTHING, Policy
@@ -184,11 +184,13 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
     framework = _MODULES.get(next(modules, ""), "jax")
+    replaced = ("# In place of the model's own checkpoints:",) * any(map(is_checkpoint, _equations(program.jaxpr)))
     if not unwritten:
-        return tuple(as_code(policy, framework, num_layers, in_scan=in_scan).splitlines())
+        lines = as_code(policy, framework, num_layers, in_scan=in_scan).splitlines()
+        return (*replaced, *lines) if lines else ()
     by_name = f"# {_WRAPPED[framework][1].partition('(')[0]} saves by name what jax.ad_checkpoint.checkpoint_name named, and"
     if lines := _named_lines(policy, framework, kinds, written):
-        return f"{by_name} jaxremat names each value:", *lines
+        return f"{by_name} jaxremat names each value:", *replaced, *lines
     return (
         f"{by_name} nobody named {', '.join(unwritten)}.",
         "# Name them where they are made (jaxremat run --list names has the lines), and ask again for the policy.",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
-from jaxremat.policy.cut import Piece, cut, renamed
+from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
 from jaxremat.policy.jax_private import is_transformed, num_operands
@@ -273,6 +273,8 @@ def _module(group: _Group) -> str:
     if stack.in_scan:
         loop = equations[stack.span.start]
         inside = inner_program(loop).equations
+        if around := checkpoints_around(inside):  # which a policy replaces
+            inside = [one for e in inside for one in (inner_program(e).equations if e in around else [e])]
         scope = path_of(inside[0])[:1]
         return scope[0].partition(".")[0] if _is_within(inside, scope) and not is_transformed(loop.name_stack) else ""
     scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
