@@ -325,6 +325,12 @@ def of_plan(child: Child) -> Row:
     return row
 
 
+def is_of(row: Row, case: Case) -> bool:
+    """Whether a row is of this case. A plan's row has the plan as its policy."""
+    wanted = case.as_row() | ({"policy": row["policy"]} if case.policy == "auto" else {})
+    return row | wanted == row
+
+
 def measured(
     part: Part, cases: Callable[[Flags], Sequence[Case]], read: Callable[[Child], Row]
 ) -> Callable[[Flags], Iterator[Row]]:
@@ -336,7 +342,7 @@ def measured(
     def rows(flags: Flags) -> Iterator[Row]:
         wanted, started = cases(flags), time.perf_counter()
         filed = [] if flags.fresh else other_parts(flags.out / flags.target / "tpu.json", [part]).get(part, [])
-        known = {case.name: row for case in wanted for row in filed if row | case.as_row() == row}
+        known = {case.name: row for case in wanted for row in filed if is_of(row, case)}
         yield from (row for row in known.values() if "error" not in row)
         for case in wanted:
             if case.name in known and "error" not in known[case.name]:

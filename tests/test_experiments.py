@@ -231,6 +231,10 @@ def test_tpu_s_plan_is_beside_the_fastest_full_remat_that_fits():
     assert row["nothing"] == tried[1]
     assert row["ms_per_sequence"] == pytest.approx(300)
     assert tpu.of_plan(Child((), "cut off")) == {}
+    case, *others = tpu.PLANS
+    filed = case.as_row() | row
+    assert tpu.is_of(filed, case), "which isn't compiled again"
+    assert not any(tpu.is_of(filed, other) for other in (*others, *tpu.POLICIES))
 
 
 def test_tpu_s_steps_are_drawn_alike_and_are_accepted():
