@@ -134,6 +134,29 @@ def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
     assert slower.bound_tokens_per_s == 3980
 
 
+@pytest.mark.parametrize(("of_half", "reached"), [(900.0, None), (980.0, 970.0), (0.0, 970.0)])
+def test_a_mesh_with_twice_the_tensor_axis_is_compiled_where_it_could_be_faster(of_half, reached, monkeypatch):
+    """It is taken to be at most 5 % faster than with half the axis, if that has a step that fits."""
+    bounds = {"fsdp=8": [Reached(1000)], "fsdp=4,tensor=2": [Reached(of_half)], "fsdp=2,tensor=4": [Reached(970)]}
+    monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter(bounds[str(one.mesh)]))
+    run: Any = SimpleNamespace(
+        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: SimpleNamespace(num_tokens=8), steps={}
+    )
+    meshes = [MeshShape(fsdp=8 // n, tensor=n) for n in (1, 2, 4)]
+    entrants = [mesh_race.Entrant(mesh, run, total_bytes=1) for mesh in meshes]
+    found = mesh_race.compare_meshes(entrants, parse("dots"), batch=None, max_batch=None, on_compile=lambda *_: None)
+    assert found.best is entrants[0]
+    assert found.meshes[2].tokens_per_s == reached
+    assert (found.meshes[2].left_out == "tensor=2 faster") == (reached is None)
+
+
+def test_the_mesh_with_half_the_tensor_axis_sends_the_same_between_nodes():
+    assert mesh_race.half_tensor(MeshShape(data=2, fsdp=4, tensor=2, nodes=2)) == [MeshShape(data=2, fsdp=8, nodes=2)]
+    assert mesh_race.half_tensor(MeshShape(fsdp=8, tensor=2, nodes=2)) == []
+    assert MeshShape(data=8) in mesh_race.half_tensor(MeshShape(data=4, tensor=2))
+    assert mesh_race.half_tensor(MeshShape(data=8)) == []
+
+
 @pytest.mark.parametrize(("share", "text"), [(0.0, "0.0%"), (0.0001, "0.1%"), (0.0043, "0.5%"), (0.005, "0.5%")])
 def test_a_share_that_is_a_bound_is_rounded_up(share, text):
     assert percent_up(share) == text
