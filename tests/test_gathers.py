@@ -200,9 +200,8 @@ def test_gathered_kernels_are_saved_where_links_are_slow_and_memory_is_ample(h10
 @pytest.mark.any_jax
 def test_a_plan_saves_gathered_kernels(h100s):
     """Between slow links with ample memory."""
-    found = plan_run(
-        make_run(on_slow_links(h100s, 1e9), budget_bytes=2**30), losses=("chunked",), batch=2, max_batch=2
-    ).found
+    run = make_run(on_slow_links(h100s, 1e9), budget_bytes=2**30)
+    found = plan_run(run, losses=("full",), batch=2, max_batch=2, named=False).found
     assert isinstance(found, Plan)
     assert len(gathered_names(found.policy)) >= 5
     assert found.cost.total_bytes <= 2**30
