@@ -400,7 +400,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for i in range(6):
+        for i in range(2):
             x = Block(name=f"block_{{i}}")(x)
         return jnp.mean(x**2)
 
