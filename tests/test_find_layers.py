@@ -14,6 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.errors import UsageError
+from jaxremat.policy.autoname import autoname
 from jaxremat.policy.names import named_values
 from jaxremat.policy.with_policy import find_layers, with_policy
 from jaxremat.xla.saved import saved_values
@@ -245,6 +246,16 @@ def tapered(params, x):
     return unrolled(params[1:], x)
 
 
+def stochastic_depth(params, x, rates=(0.0, 0.1, 0.2, 0.3)):
+    """Residuals are dropped, except in layers whose rate is 0: these have far fewer operations."""
+    for i, (p, rate) in enumerate(zip(params, rates, strict=False)):
+        y = jnp.tanh(x @ p["up"]) @ p["down"]
+        if rate:
+            y = y * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 1 - rate, (x.shape[0], 1, 1)) / (1 - rate)
+        x = x + y
+    return jnp.mean(x**2)
+
+
 FOUND = {
     "loop": (looped, STACKED, [("scan", NUM)]),
     "loop in microbatches": (microbatches, STACKED, [("scan", NUM)]),
@@ -278,6 +289,8 @@ FOUND = {
     "a norm before each scope": (haikus, LAYERS, [("scope", NUM)]),
     "passes side by side": (passes_side_by_side, LAYERS, 3 * [("repeat", NUM)]),
     "a narrow layer before": (tapered, LAYERS, [("repeat", NUM - 1)]),
+    "a first layer without dropout": (stochastic_depth, LAYERS, [("repeat", NUM)]),
+    "a last layer with dropout": (functools.partial(stochastic_depth, rates=(0, 0, 0, 0.1)), LAYERS, [("repeat", NUM)]),
     "a gradient inside": (energy_and_forces, LAYERS, [("scope", NUM), ("scope", NUM)]),
     "checkpoints with arithmetic between them": (simulated, LAYERS, [("checkpoint", NUM)]),
 }
@@ -398,6 +411,30 @@ def test_an_inner_checkpoint_is_left_as_it_is():
     found = find_layers(functools.partial(unrolled, layer=with_inner_checkpoint), LAYERS, X)
     assert [(kind.found_by, kind.num_layers) for kind in found.kinds] == [("repeat", NUM)]
     assert {left.what for left in found.kept} == {"a checkpoint"}
+
+
+def test_an_einsum_with_an_ellipsis_has_one_name_in_a_model_and_in_the_module_alone():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scores = jnp.einsum("...qd,...kd->...qk", x, x)
+            return nn.Dense(WIDTH)(x + jnp.einsum("...qk,...kd->...qd", jax.nn.softmax(scores), x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(NUM):
+                x = Block(name=f"block_{i}")(x)
+            return jnp.mean(x**2)
+
+    params = jax.eval_shape(Model().init, jax.random.key(0), X)
+    of_block = {"params": params["params"]["block_0"]}
+    in_model, alone = (
+        {value.name for value in values}
+        for values in (find_layers(Model().apply, params, X).values(), named_values(autoname(Block().apply), of_block, X))
+    )
+    assert in_model == alone
+    assert "qd_kd_qk/dot_general" in alone
 
 
 def test_where_nothing_is_found_the_error_counts_what_was_looked_at():

@@ -147,7 +147,7 @@ def test_a_mesh_with_twice_the_tensor_axis_is_compiled_where_it_could_be_faster(
     found = mesh_race.compare_meshes(entrants, parse("dots"), batch=None, max_batch=None, on_compile=lambda *_: None)
     assert found.best is entrants[0]
     assert found.meshes[2].tokens_per_s == reached
-    assert (found.meshes[2].left_out == "tensor=2 faster") == (reached is None)
+    assert (found.meshes[2].left_out == "tensor=2 wins") == (reached is None)
 
 
 def test_the_mesh_with_half_the_tensor_axis_sends_the_same_between_nodes():

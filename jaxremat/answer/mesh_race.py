@@ -177,7 +177,7 @@ def compare_meshes(
 
 
 def half_tensor(mesh: MeshShape) -> list[MeshShape]:
-    """The meshes of the same devices with half the axis `tensor` that send the same between nodes.
+    """The meshes with half the axis `tensor` that send the same between nodes.
 
     The axis `fsdp`, or `data` on one node, has twice the devices. Empty for a mesh without `tensor`.
     """
@@ -305,7 +305,7 @@ def _compared(one: Entrant, standing: Standing | None, fastest: float) -> Compar
     times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
     left_out, finished = one.left_out, standing.reached is not None
     if not finished and not one.has_begun and standing.bound <= fastest * (1 + SAME_SPEED):
-        return ComparedMesh(str(one.mesh), state, left_out=f"tensor={one.mesh.tensor // 2} faster")
+        return ComparedMesh(str(one.mesh), state, left_out=f"tensor={one.mesh.tensor // 2} wins")
     if not finished:
         left_out = _why_left_out(standing.bound, fastest)
     elif not standing.reached and not left_out:

@@ -7,9 +7,9 @@ same as itself moved by 30. Where such a stretch begins says nothing about where
 stretch are compared. The cut is taken at which the fewest bytes go from one layer to the next: for a transformer that is after
 a residual connection.
 
-The layers next to them may differ by a few operations, such as a cast, or in their shapes, such as those of another stage of a
-convolutional network. They aren't in the stretch, and are looked for next to it. Where nothing repeats, the casts are left out:
-of two layers only one may cast its input.
+The layers next to them may differ by some operations, such as a cast or dropout, or in their shapes, such as those of another
+stage of a convolutional network. They aren't in the stretch, and are looked for next to it. Where nothing repeats, the casts are
+left out: of two layers only one may cast its input.
 """
 
 import difflib
@@ -21,9 +21,10 @@ import numpy as np
 
 from jaxremat.policy.signature import Facts
 
-#: A layer next to a stretch is at least so similar to its first or last one (`difflib.SequenceMatcher.ratio`).
+#: A layer next to a stretch is at least so similar to its first or last one (`difflib.SequenceMatcher.ratio`). Where the matmuls
+#: are of the same shapes, that is the share of the shorter one's operations that the other has, too.
 _SIMILAR = 0.8
-#: It has at most so many equations more or fewer.
+#: It has at most so many equations more or fewer, if its matmuls are of other shapes.
 _MAX_DIFFERENCE = 12
 #: Another cut may give one layer less. It counts only if its bytes are under this share of the best cut's. Values saved
 #: for the end of the program, such as each layer's statistics, make the last cuts of a stretch somewhat worse than the first.
@@ -99,9 +100,9 @@ def _best_cut(facts: Facts, run: range, period: int) -> list[range]:
 
 
 def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[range]:
-    """The layers, with those next to them that differ by a few operations, or in shapes."""
+    """The layers, with those next to them that differ by some operations, or in shapes."""
     like = layers[0]
-    lengths = range(max(1, len(like) - _MAX_DIFFERENCE), len(like) + _MAX_DIFFERENCE + 1)
+    lengths = range(1, 2 * len(like) + _MAX_DIFFERENCE + 1)
     while before := _most_similar(facts, like, [range(layers[0].start - n, layers[0].start) for n in lengths], within):
         layers = [*before, *layers]
     while after := _most_similar(facts, like, [range(layers[-1].stop, layers[-1].stop + n) for n in lengths], within):
@@ -112,14 +113,19 @@ def _with_neighbours(facts: Facts, layers: list[range], within: range) -> list[r
 def _most_similar(facts: Facts, layer: range, places: list[range], within: range) -> list[range]:
     """The place whose operations are the most similar to those of a layer.
 
-    Its matmuls are of the same shapes, or written at the same lines of the user's code. Empty if none is similar enough.
+    Its matmuls are of the same shapes, or written at the same lines of the user's code. With matmuls of the same shapes the one
+    may have many operations that the other lacks, such as dropout. Empty if none is similar enough.
     """
     inside = [place for place in places if within.start <= place.start and place.stop <= within.stop]
     wanted, kind, lines = facts.plain[layer.start : layer.stop].tolist(), facts.kind(layer), facts.lines(layer)
-    ratios = {}
+    ratios, shares = dict[range, float](), dict[range, float]()
     for place in inside:
-        if facts.kind(place) == kind or ("" not in lines and facts.lines(place) >= lines):
+        is_alike = facts.kind(place) == kind
+        is_near = abs(len(place) - len(layer)) <= _MAX_DIFFERENCE
+        if is_alike or (is_near and "" not in lines and facts.lines(place) >= lines):
             there = facts.plain[place.start : place.stop].tolist()
             ratios[place] = difflib.SequenceMatcher(a=wanted, b=there, autojunk=False).ratio()
+            num_same = ratios[place] * (len(place) + len(layer)) / 2
+            shares[place] = num_same / min(len(place), len(layer)) if is_alike else ratios[place]
     best = max(ratios, key=lambda place: ratios[place], default=None)
-    return [best] if best is not None and ratios[best] >= _SIMILAR else []
+    return [best] if best is not None and shares[best] >= _SIMILAR else []

@@ -25,8 +25,8 @@ from jaxremat.policy.signature import Facts
 
 #: A name, any separator, a number, and what closes it: `block_3`, `blocks.3`, `block[3]`, `3`.
 _NUMBERED = re.compile(r"(.*?)([\W_]*)(\d+)(\W*)")
-#: What a method adds to the name of its module's scope, `.attend`.
-_METHOD = re.compile(r"\.[^\W\d].*")
+#: What a method adds to the name of its module's scope, `.attend`. A scope such as `...qd,...kd->...qk` is an einsum's.
+_METHOD = re.compile(r"(?<=[\w\])])\.[^\W\d][\w.]*$")
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def own_sentences(rows: Sequence[StepRecord]) -> list[str]:
     more = f"{gib(abs(saved))} {'less' if saved > 0 else 'more'} than"
     size = "as many bytes as" if gib(abs(saved)) == gib(0) else more
     name = f"{policy_text(best)} at batch {batch_text(best)}" if best.batch != own.batch else policy_text(best)
-    beside = f"own, the checkpoints as written, at batch {batch_text(own)}"
+    beside = f"own, the program as written, at batch {batch_text(own)}"
     if not own.fits:
         return [f"{name} fits. It takes {size} {beside}, which doesn't."]
     if share is None:
