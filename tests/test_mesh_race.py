@@ -114,16 +114,20 @@ def test_a_race_of_nobody_and_of_those_that_reach_nothing():
     assert race([iter([Reached(0.0)]), iter([5.0, Reached(0.0)])]) == [Standing(0.0, 0.0), Standing(0.0, 0.0)]
 
 
+def that_fits(num_tokens: int) -> Any:
+    """Trials of a step of so many tokens."""
+    workload = SimpleNamespace(num_tokens=num_tokens)
+    return SimpleNamespace(
+        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None, steps={}
+    )
+
+
 def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
     """A mesh is left out although its bound is above the best speed, if it is so by at most 0.5 %; then the record says so."""
     bounds = {"fsdp=2": [Reached(3988)], "data=2": [4005.0, Reached(0)], "tensor=2": [3980.0, Reached(0)]}
     monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter([*bounds[str(one.mesh)]][:1]))
-    workload = SimpleNamespace(num_tokens=2)
-    run: Any = SimpleNamespace(
-        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: workload, train=None, steps={}
-    )
     meshes = (MeshShape(fsdp=2), MeshShape(data=2), MeshShape(tensor=2))
-    entrants = [mesh_race.Entrant(mesh, run, total_bytes=1) for mesh in meshes]
+    entrants = [mesh_race.Entrant(mesh, that_fits(num_tokens=2), total_bytes=1) for mesh in meshes]
     options: dict[str, Any] = dict(batch=None, max_batch=None, on_compile=lambda *_: None)
     found = mesh_race.compare_meshes(entrants, parse("dots"), **options)
     assert found.best is entrants[0]
@@ -139,11 +143,8 @@ def test_a_mesh_with_twice_the_tensor_axis_is_compiled_where_it_could_be_faster(
     """It is taken to be at most 5 % faster than with half the axis, if that has a step that fits."""
     bounds = {"fsdp=8": [Reached(1000)], "fsdp=4,tensor=2": [Reached(of_half)], "fsdp=2,tensor=4": [Reached(970)]}
     monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter(bounds[str(one.mesh)]))
-    run: Any = SimpleNamespace(
-        state_bytes=lambda: 1, budget_bytes=2, num_members=1, workload_at=lambda _: SimpleNamespace(num_tokens=8), steps={}
-    )
     meshes = [MeshShape(fsdp=8 // n, tensor=n) for n in (1, 2, 4)]
-    entrants = [mesh_race.Entrant(mesh, run, total_bytes=1) for mesh in meshes]
+    entrants = [mesh_race.Entrant(mesh, that_fits(num_tokens=8), total_bytes=1) for mesh in meshes]
     found = mesh_race.compare_meshes(entrants, parse("dots"), batch=None, max_batch=None, on_compile=lambda *_: None)
     assert found.best is entrants[0]
     assert found.meshes[2].tokens_per_s == reached

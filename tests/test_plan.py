@@ -540,6 +540,19 @@ def test_where_few_steps_are_compiled_none_comes_first_if_it_has_room(most_that_
     assert found.policy == Rule("none")
 
 
+@pytest.mark.parametrize("budget", [5000, 7000])
+def test_where_few_steps_are_compiled_a_named_policy_follows_the_first_candidate(budget):
+    """What the planner saves takes longer than foreseen, and another choice of its own would as well."""
+
+    def slow(policy: Policy, loss: str, batch: int) -> Cost:
+        cost = Xla()(policy, loss, batch)
+        return replace(cost, step_s=1.3 * cost.step_s) if isinstance(policy, Names) else cost
+
+    found = find_plan(Steps(layer_at, slow, LAYERS, budget, most_that_fit=4), losses=("chunked",), batch=8)
+    assert isinstance(found, Plan)
+    assert [isinstance(step.policy, Names) for step in found.tried] == [False, True, False]
+
+
 def test_the_least_memory():
     found = plan(Xla(), 20_000, objective="memory", batch=8)
     assert isinstance(found, Plan)

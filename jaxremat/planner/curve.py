@@ -56,13 +56,10 @@ class Curve:
         return any(point.batch == batch for point in self.points)
 
     def is_foreseen(self, batch: int) -> bool:
-        """Whether the line between two compiled steps is known to be straight there.
-
-        It is if it would have foreseen one of the two without having been compiled there.
-        """
+        """Whether the line is straight around a batch: it foresees a compiled neighbor."""
         points = self.accepted
         right = next((n for n, point in enumerate(points) if point.batch > batch), 0)
-        between = (n for n in (right - 1, right) if 0 < n < len(points) - 1)
+        between = {right - 1, right}.intersection(range(1, len(points) - 1))
         return any(points[n].is_near(Curve(points[:n] + points[n + 1 :]).at(points[n].batch)) for n in between)
 
     def at(self, batch: int) -> Cost:

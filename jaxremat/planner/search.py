@@ -232,7 +232,7 @@ class Search:
         here = [policy for policy, at in known.candidates if at == place]
         if not here and (in_scan or NONE not in fits) and (dispute := self._dispute()):
             return dispute
-        if len(here) == self._max_candidates:
+        if len(here) == self._max_candidates or (steps.most_that_fit and fits.keys() & here):
             return None
         # The disputed step alone may raise all prices. What the layer's own prices promise is tried once all the same.
         priced = [known.priced_at(place.batch), *([] if here else [(known.estimate_at(place.batch), 0.0)])]
@@ -314,7 +314,8 @@ class Search:
 
     @property
     def _max_places(self) -> int:
-        return 1 if self.known.scanned or len(self.known.batches) == 1 else _MAX_PLACES
+        known = self.known
+        return 1 if known.scanned or len(known.batches) == 1 or known.steps.most_that_fit else _MAX_PLACES
 
     @property
     def _bases_left(self) -> int:
