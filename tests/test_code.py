@@ -221,6 +221,20 @@ def test_policies_as_lines_of_maxtext_s_config():
             as_code(policy, "maxtext", NUM)
 
 
+def test_a_module_of_several_arguments_is_called_by_the_code():
+    call = pasted(as_code("nothing", "nnx"), nnx=nnx, jax=jax)["call"]
+
+    class Gated(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+            return self.up(x) * gate
+
+    layer = Gated()
+    assert (call(layer, X, 2 * X) == layer(X, 2 * X)).all()
+
+
 def test_wrong_frameworks_and_groups_are_rejected():
     with pytest.raises(UsageError) as caught:
         as_code("dots", "torch")  # pyright: ignore[reportArgumentType]

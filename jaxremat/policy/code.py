@@ -30,16 +30,18 @@ _WRAPPED: dict[str, tuple[str, str, str]] = {
 }
 #: By the module that a framework's classes and functions are in: the framework.
 _MODULES: dict[str, Framework] = {"flax.linen": "linen", "flax.nnx": "nnx", "equinox": "equinox"}
-_BEFORE = {"jax": "", "linen": "", **dict.fromkeys(("nnx", "equinox"), "call = lambda block, x: block(x)")}
+#: How a module is called, before it is wrapped: it has no function of its own to wrap.
+_CALL = "call = lambda block, *args: block(*args)  # call(block, x) takes the place of block(x)"
+_BEFORE = {"jax": "", "linen": "", "nnx": _CALL, "equinox": _CALL}
 
 
 def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, in_scan: bool = False) -> str:
     """A policy as Python code, of a line or a few.
 
-    The code wraps one layer: `layer(params, x)` with JAX alone, the class `Block` of Linen, and `call(block, x)` for the
-    modules of NNX and Equinox. A policy of several layers makes a list of these, one for each layer. With `every:K` the code
-    runs all layers: `layers` are their parameters or modules, and `x` is what they are called with. For MaxText it is lines of
-    its config, such as `remat_policy: custom` and `query_proj: device`.
+    The code wraps one layer: `layer(params, x)` with JAX alone, the class `Block` of Linen, and `call(block, x)`, of any
+    arguments, for the modules of NNX and Equinox. A policy of several layers makes a list of these, one for each layer. With
+    `every:K` the code runs all layers: `layers` are their parameters or modules, and `x` is what they are called with. For
+    MaxText it is lines of its config, such as `remat_policy: custom` and `query_proj: device`.
 
     Args:
         policy: a `Policy` or its text.
@@ -164,7 +166,7 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
 
     For a loss of Flax NNX and the policy `dots`:
 
-        call = lambda block, x: block(x)
+        call = lambda block, *args: block(*args)  # call(block, x) takes the place of block(x)
         call = nnx.remat(call, policy=jax.checkpoint_policies.dots_saveable)
 
     Args:
