@@ -141,7 +141,7 @@ def compare_meshes(
         others = [(other, standing.bound) for other, standing in zip(racing, latest, strict=True) if other.mesh in halves]
         if not all(bound for _, bound in others):
             return math.inf
-        # Of equal bounds the first mesh runs, and those with half the axis come first.
+        # The first mesh of equal bounds is compiled first, and the one with half the axis comes before this one.
         return max(((1 + TENSOR_GAIN * other.has_begun) * bound for other, bound in others), default=math.inf)
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
@@ -184,7 +184,7 @@ def half_tensor(mesh: MeshShape) -> list[MeshShape]:
     if mesh.tensor == 1:
         return []
     half, found = replace(mesh, tensor=mesh.tensor // 2), list[MeshShape]()
-    if mesh.num_devices // mesh.data <= mesh.num_devices // mesh.nodes:
+    if mesh.data >= mesh.nodes:  # the other axes are inside a node
         found.append(replace(half, fsdp=2 * mesh.fsdp))
     if mesh.nodes == 1:
         found.append(replace(half, data=2 * mesh.data))
