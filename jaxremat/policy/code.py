@@ -102,20 +102,24 @@ def _named_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], wr
         return []
     for kind, alone in zip(kinds, names, strict=True):
         own = {name: alone[name] for name in policy.names() if name in alone}
-        if not all(own.values()) or not (kind.module or written.issuperset(own)):
+        called = kind.called()
+        if not all(own.values()) or not (kind.module or called or written.issuperset(own)) or called in taken:
             return []
         part = policy.map_layers(lambda of_layer, own=own: of_layer.renamed(own))
-        target = _target(framework, kind.module if kinds[1:] else "", taken)
+        target = _target(framework, called, kind.module if kinds[1:] else "", taken)
         code = _named_code(part, framework, kind, target).splitlines()
         lines += [f"{line}  # {kind.label}" for line in code] if kinds[1:] else code
     return lines
 
 
-def _target(framework: Framework, module: str, taken: set[str]) -> str:
-    """What layers are called in code, after their module, such as `Encoder` or `Block`.
+def _target(framework: Framework, called: str, module: str, taken: set[str]) -> str:
+    """What layers are called in code, after their class, function or module, such as `Encoder`.
 
-    The name is added to `taken`.
+    `Block` or `layer` stands for one that isn't known. The name is added to `taken`.
     """
+    if called:
+        taken.add(called)
+        return called
     name = re.sub(r"\W", "_", module) or ("layer" if framework == "jax" else "Block")
     name = f"layer_{name}" if name[0].isdigit() else name
     name = name if framework == "jax" else name[0].upper() + name[1:]
@@ -160,9 +164,10 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     traces, or else `jax`. There are no lines for a policy of several layers in a scan, which would have to be split, nor for one
     where there are several kinds of layers.
 
-    The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module. It is
-    a line for each kind of layers, with the names that a module has by itself. Nobody knows where other layers begin in the
-    author's code, so a comment says which values the author has to name.
+    The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module, or of
+    a class or function of which each layer is one call (`called.py`). It is a line for each kind of layers, with the names that
+    one has by itself. Nobody knows where other layers begin in the author's code, so a comment says which values the author has
+    to name.
 
     For a loss of Flax NNX and the policy `dots`:
 

@@ -60,6 +60,8 @@ class Kind:
         frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
         module: the named scope that each layer is all of, as a module's call is, traced as the module alone is. Empty for other
             layers.
+        called: gives the class or function of which each layer is one call, by the lines where its operations were traced. Empty
+            for other layers.
         names_alone: gives, by checkpoint name of a value, the name that it has where the layer is named alone. That is empty
             where layers of the kind differ in it.
     """
@@ -75,6 +77,7 @@ class Kind:
     others: tuple[Variant, ...] = ()
     frozen: frozenset[int] = frozenset()
     module: str = ""
+    called: Callable[[], str] = str
     names_alone: Callable[[], Mapping[str, str]] = dict
 
     def values(self) -> Counter[NamedValue]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
+from jaxremat.policy.called import called
 from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
@@ -147,6 +148,7 @@ class LayerKinds:
             prefix=layer.prefix,
             frozen=self._frozen(group),
             module=_module(group),
+            called=functools.partial(_called, group),
             names_alone=functools.partial(self._names_alone, group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
@@ -271,15 +273,38 @@ def _module(group: _Group) -> str:
     """
     stack, equations = group.stack, group.level.facts.program.equations
     if stack.in_scan:
-        loop = equations[stack.span.start]
-        inside = inner_program(loop).equations
-        if around := checkpoints_around(inside):  # which a policy replaces
-            inside = [one for e in inside for one in (inner_program(e).equations if e in around else [e])]
+        inside = _body(group)
         scope = path_of(inside[0])[:1]
-        return scope[0].partition(".")[0] if _is_within(inside, scope) and not is_transformed(loop.name_stack) else ""
+        is_mapped = is_transformed(equations[stack.span.start].name_stack)
+        return scope[0].partition(".")[0] if _is_within(inside, scope) and not is_mapped else ""
     scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
     are_modules = [_is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes]
     return _short_name(stack, group.places) if are_modules and all(are_modules) else ""
+
+
+def _called(group: _Group) -> str:
+    """`Kind.called`. Layers that `vmap` maps have none, as they have no `Kind.module`."""
+    stack, equations = group.stack, group.level.facts.program.equations
+    layers = (
+        [_body(group)]
+        if stack.in_scan
+        else [equations[r.start : r.stop] for r in map(stack.layers.__getitem__, group.places)]
+    )
+    around = [equations[stack.span.start]] if stack.in_scan else []
+    if any(is_transformed(equation.name_stack) for layer in (around, *layers) for equation in layer):
+        return ""
+    own = {equation for layer in layers for equation in layer}
+    return called(layers, () if stack.in_scan else (equation for equation in equations if equation not in own))
+
+
+def _body(group: _Group) -> Sequence[Equation]:
+    """The equations of a loop's body.
+
+    They are without the author's checkpoint around them, which a policy replaces.
+    """
+    inside = inner_program(group.level.facts.program.equations[group.stack.span.start]).equations
+    around = checkpoints_around(inside)
+    return [one for e in inside for one in (inner_program(e).equations if e in around else [e])]
 
 
 def _is_within(equations: Sequence[Equation], scope: tuple[str, ...]) -> bool:

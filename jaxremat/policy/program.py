@@ -43,6 +43,7 @@ class Equation:
         outputs: the numbers of the values that it makes.
         name_stack: the named scopes that it is in, those of the calls around it included.
         traceback: where it was traced. It is that of the call around it, if its own has no line outside of JAX.
+        called_at: where the calls around it were traced, the outermost first.
     """
 
     eqn: Any
@@ -50,6 +51,7 @@ class Equation:
     outputs: tuple[int, ...]
     name_stack: NameStack
     traceback: Any = None
+    called_at: tuple[Any, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -109,7 +111,7 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
         avals[len(avals)] = var.aval
         return len(avals) - 1
 
-    def run(closed: core.ClosedJaxpr, inputs: Sequence[Atom], outer: NameStack, called_at: Any) -> list[Atom]:
+    def run(closed: core.ClosedJaxpr, inputs: Sequence[Atom], outer: NameStack, called_at: tuple[Any, ...]) -> list[Atom]:
         body = closed.jaxpr
         env: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
         for var, value in zip(body.constvars, closed.consts, strict=True):
@@ -121,17 +123,17 @@ def flatten(jaxpr: Any, opened: frozenset[str] = CALLS) -> Program:
 
         for eqn in body.eqns:
             stack, operands = outer + eqn.source_info.name_stack, [atom(var) for var in eqn.invars]
-            traceback = eqn.source_info.traceback if called_at is None or written_at(eqn) else called_at
+            own = eqn.source_info.traceback if not called_at or written_at(eqn) else called_at[-1]
             if eqn.primitive.name in opened and not pins_shardings(eqn):
-                env.update(zip(eqn.outvars, run(callee(eqn), operands, stack, traceback), strict=True))
+                env.update(zip(eqn.outvars, run(callee(eqn), operands, stack, (*called_at, own)), strict=True))
             else:
                 outputs = [new(var) for var in eqn.outvars]
                 env.update(zip(eqn.outvars, outputs, strict=True))
-                equations.append(Equation(eqn, tuple(operands), tuple(outputs), stack, traceback))
+                equations.append(Equation(eqn, tuple(operands), tuple(outputs), stack, own, called_at))
         return [atom(var) for var in body.outvars]
 
     inputs = [new(var) for var in jaxpr.jaxpr.invars]
-    outputs = run(jaxpr, inputs, stack_of(), None)
+    outputs = run(jaxpr, inputs, stack_of(), ())
     return Program(tuple(equations), tuple(inputs), tuple(constants), tuple(outputs), avals)
 
 

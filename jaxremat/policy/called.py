@@ -1,0 +1,120 @@
+"""Which class or function each layer is one call of, by the lines of its operations.
+
+Flax Linen writes the scope of each module. Modules of NNX and Equinox and plain functions leave only the traceback of each
+operation, here of three operations in two layers:
+
+    loss train.py:31 > Net.__call__ model.py:20 > Block.__call__ model.py:8
+    loss train.py:31 > Net.__call__ model.py:20 > Block.__call__ model.py:9
+    loss train.py:31 > Net.__call__ model.py:20 > Block.__call__ model.py:8
+
+All are in `Block.__call__`, which is called at one line, and where no loop is around these lines. So each layer is a call of
+`Block`.
+"""
+
+import ast
+import functools
+import itertools
+import linecache
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jaxremat.policy.program import Equation
+from jaxremat.system.whose import is_users
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_CALL = ".__call__"
+
+
+class _Function(NamedTuple):
+    """A function: its file, its qualified name, and the line where it begins."""
+
+    file: str
+    name: str
+    start: int
+
+
+class _Frame(NamedTuple):
+    function: _Function
+    line: int
+
+
+def called(layers: Sequence[Sequence[Equation]], others: Iterable[Equation]) -> str:
+    """The name of the class or function that each layer is one call of.
+
+    Empty where the lines don't prove that: other operations come from the function too, it may have several layers, the layers
+    begin inside a call, its code isn't the user's, or a traceback is missing.
+
+    Args:
+        layers: the equations of each layer.
+        others: the other equations of the program.
+    """
+    chains = [[_frames(equation) for equation in layer] for layer in layers]
+    depth = _depth([chain for layer in chains for chain in layer])
+    if not depth:
+        return ""
+    function = chains[0][0][depth].function
+    lines, *others_lines = {frozenset(chain[depth].line for chain in layer) for layer in chains}
+    elsewhere = any(frame.function == function for equation in others for frame in _frames(equation))
+    if others_lines or elsewhere or not all(map(_comes_once, chains)) or not _runs_once(function, lines):
+        return ""
+    owner = function.name.removesuffix(_CALL)
+    name = owner.rpartition("." if owner != function.name else "<locals>.")[2]
+    return name if name.isidentifier() else ""
+
+
+def _depth(chains: Sequence[tuple[_Frame, ...]]) -> int:
+    """The place in all chains of the last function that they share.
+
+    It is called at one line. 0 if there is none.
+    """
+    for depth, frames in enumerate(zip(*chains, strict=False)):
+        if len({frame.function for frame in frames}) > 1:
+            return max(depth - 1, 0)
+        if len({frame.line for frame in frames}) > 1:
+            return depth
+    return 0
+
+
+def _comes_once(chains: Sequence[tuple[_Frame, ...]]) -> bool:
+    """Whether the place of the first operation doesn't come again after others."""
+    return [chain for chain, _ in itertools.groupby(chains)].count(chains[0]) == 1
+
+
+def _frames(equation: Equation) -> tuple[_Frame, ...]:
+    """The frames of an equation, the outermost first, with those of the calls around it."""
+    tracebacks = dict.fromkeys((*equation.called_at, equation.traceback))
+    frames = (frame for traceback in tracebacks if traceback for frame in reversed(traceback.frames))
+    return tuple(_Frame(_Function(f.file_name, f.function_name, f.function_start_line), f.line_num) for f in frames)
+
+
+def _runs_once(function: _Function, lines: frozenset[int]) -> bool:
+    """Whether a call of the user's function runs these lines once.
+
+    It doesn't if one loop holds them all. A single line may also call the same function twice.
+    """
+    code = _code(function.file) if is_users(function.file) else None
+    if code is None:
+        return False
+    loops, calls = code
+    in_loop = any(function.start <= loop.start and all(line in loop for line in lines) for loop in loops)
+    return not in_loop and (len(lines) > 1 or max(calls.get(min(lines), {}).values(), default=0) <= 1)
+
+
+@functools.cache
+def _code(file: str) -> tuple[tuple[range, ...], dict[int, Counter[str]]] | None:
+    """The lines of each loop in a file, and how often each line calls a function.
+
+    None where the file can't be read or parsed.
+    """
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)) or "(")
+    except SyntaxError:
+        return None
+    loops, calls = list[range](), dict[int, Counter[str]]()
+    for node in ast.walk(tree):
+        if isinstance(node, _LOOPS):
+            loops.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.Call):
+            calls.setdefault(node.lineno, Counter())[ast.unparse(node.func)] += 1
+    return tuple(loops), calls

@@ -1,0 +1,246 @@
+"""Layers that are one call of a class or function are told by their lines, and the pasted line saves what the policy saves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxremat
+from jaxremat.policy.code import code_for
+from jaxremat.policy.grammar import parse
+from jaxremat.xla.compile import lower_and_compile
+from jaxremat.xla.saved import saved_values
+
+WIDTH, NUM = 8, 3
+W = [(jnp.ones((WIDTH, 16)), jnp.ones((16, WIDTH)))] * NUM
+WIDE = jnp.ones((WIDTH, 32)), jnp.ones((32, WIDTH))
+SQUARE = jnp.ones((WIDTH, WIDTH))
+LINEARS = [nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(NUM)]
+STACKED = jax.tree.map(lambda *one: jnp.stack(one), *W)
+X = jnp.ones((4, WIDTH))
+Loss = Callable[..., jax.Array]
+
+
+class Block(nnx.Module):
+    """It has a jitted function of JAX's and a random stream."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.norm, self.drop = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 16, rngs=rngs), nnx.Linear(16, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jax.nn.silu(self.drop(self.up(self.norm(x))))
+        return x + self.down(hidden)
+
+
+class OfOneLine(Block):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.silu(self.drop(self.up(self.norm(x)))))
+
+
+def layer(w: Any, x: jax.Array) -> jax.Array:
+    for _ in range(2):  # a loop of some lines, and not around them all
+        x = jnp.tanh(x)
+    hidden = jnp.tanh(x @ w[0])
+    return x + jnp.sin(hidden @ w[1])
+
+
+# What follows has layers that are one call each.
+
+
+def nnx_loss(block: Any, state: Any, x: jax.Array) -> jax.Array:
+    for one in nnx.merge(definition(block), state):
+        x = one(x)
+    return jnp.mean(x**2)
+
+
+def definition(block: Any) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: nnx.List([block() for _ in range(NUM)])))[0]
+
+
+def function_loss(layer: Any, params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = layer(w, x)
+    return jnp.mean(x**2)
+
+
+def equinox_case() -> tuple[Loss, Any, Any]:
+    eqx = pytest.importorskip("equinox")
+
+    class Gated(eqx.Module):
+        up: Any
+        down: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            hidden = jax.nn.silu(x @ self.up)
+            return x + jnp.sin(hidden) @ self.down
+
+    def loss(block: Any, params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = block(*w)(x)
+        return jnp.mean(x**2)
+
+    return loss, Gated, W
+
+
+def jitted_loss(layer: Any, params: Any, x: jax.Array) -> jax.Array:
+    """Users' frames above a jit are those of the call."""
+    return jax.jit(functools.partial(function_loss, layer))(params, x)
+
+
+def scan_loss(layer: Any, params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0] ** 2)
+
+
+STATE = nnx.split(nnx.eval_shape(lambda: nnx.List([Block() for _ in range(NUM)])))[1]
+CALLS: dict[str, Any] = {
+    "nnx": (nnx_loss, Block, STATE),
+    "one line": (nnx_loss, OfOneLine, STATE),
+    "function": (function_loss, layer, W),
+    "jit": (jitted_loss, layer, W),
+}
+CALLS["scan"] = (scan_loss, layer, STACKED)
+
+
+@pytest.mark.parametrize("case", [*CALLS, "equinox"])
+def test_the_line_of_a_class_or_function_saves_what_the_policy_saves(case):
+    loss_with, of_layer, params = CALLS[case] if case in CALLS else equinox_case()
+    loss = functools.partial(loss_with, of_layer)
+    found = jaxremat.find_layers(loss, params, X)
+    (kind,) = found.kinds
+    name = of_layer.__name__
+    assert (kind.num_layers, kind.module, kind.called()) == (NUM, "", name)
+    values = [value.name for value in found.values()]
+    policy = f"save:{values[len(values) // 2]},{values[-2]}"
+    comment, line = code_for(parse(policy), found.kinds, loss, params, X)
+    assert comment.startswith("# ")
+    assert line == f'{name} = jaxremat.remat({name}, "{policy}"{", in_scan=True" * (case == "scan")})'
+    scope = {name: of_layer, "jaxremat": jaxremat}
+    exec(line, scope)  # the code is ours
+    want, got = (
+        sorted(
+            (value.kind, value.num_bytes)
+            for value in saved_values(jax.make_jaxpr(jax.grad(one, allow_int=True))(params, X)).values
+        )
+        for one in (jaxremat.with_policy(loss, policy), functools.partial(loss_with, scope[name]))
+    )
+    assert got == want
+
+
+@pytest.mark.full
+def test_the_pasted_line_of_an_nnx_class_takes_the_bytes_of_the_policy(h100):
+    loss, x = functools.partial(nnx_loss, Block), jax.ShapeDtypeStruct((2**18, WIDTH), jnp.float32)
+    totals = set[int]()
+    for policy in ("save:dot_general", "save:dot_general,add.1,mul.2", "nothing"):
+        wrapped = jaxremat.remat(Block, policy)
+        want, got = (
+            lower_and_compile(jax.grad(one, allow_int=True), (STATE, x), h100).memory.total_bytes
+            for one in (jaxremat.with_policy(loss, policy), functools.partial(nnx_loss, wrapped))
+        )
+        assert got == pytest.approx(want, rel=0.01)
+        totals.add(want)
+    assert len(totals) == 3
+
+
+# What follows has layers that aren't, or that can't be told from others.
+
+
+def loop(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        hidden = jnp.tanh(x @ w[0])
+        x = x + jnp.sin(hidden @ w[1])
+    return x
+
+
+def inside_it(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(loop(params, x) ** 2)
+
+
+def two_lines(params: Any, x: jax.Array) -> jax.Array:
+    x = layer(params[0], x)
+    x = layer(params[1], x)
+    return x
+
+
+def at_two_lines(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(two_lines(params, x) ** 2)
+
+
+def elsewhere_too(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = layer(w, x)
+    return jnp.mean(layer((jnp.ones((WIDTH, 2)), jnp.ones((2, WIDTH))), jnp.sin(x)) ** 2)
+
+
+def mapped(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(lambda x: function_loss(layer, params, x[None]))(x))
+
+
+def two_calls_a_layer(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = layer(WIDE, layer(w, x))
+    return jnp.mean(x**2)
+
+
+def a_line_more(params: Any, x: jax.Array) -> jax.Array:
+    """What lies between two calls belongs to the layers."""
+    for w in params:
+        x = layer(w, jnp.sin(x))
+    return jnp.mean(x**2)
+
+
+def of_a_lambda(params: Any, x: jax.Array) -> jax.Array:
+    return function_loss(lambda w, x: x + jnp.sin(jnp.tanh(x @ w[0]) @ w[1]), params, x)
+
+
+def two_on_a_line(x: jax.Array) -> jax.Array:
+    return bent(turned(bent(turned(x))))
+
+
+def turned(x: jax.Array) -> jax.Array:
+    return x @ SQUARE
+
+
+def bent(x: jax.Array) -> jax.Array:
+    return jnp.tanh(x)
+
+
+def twice_on_a_line(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((two_on_a_line(x) @ params[0][0]) ** 2)
+
+
+def of_a_library(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((linears(x) @ params[0][0]) ** 2)
+
+
+def linears(x: jax.Array) -> jax.Array:
+    for linear in LINEARS:
+        x = linear(x)
+    return x
+
+
+NO_CALLS = (
+    inside_it,
+    at_two_lines,
+    elsewhere_too,
+    mapped,
+    two_calls_a_layer,
+    a_line_more,
+    of_a_lambda,
+    twice_on_a_line,
+    of_a_library,
+)
+
+
+@pytest.mark.parametrize("loss", NO_CALLS, ids=lambda loss: loss.__name__)
+def test_layers_that_are_no_call_have_no_line(loss):
+    found = jaxremat.find_layers(loss, W, X)
+    assert found.kinds, found.looked_at
+    assert [kind.called() for kind in found.kinds] == [""] * len(found.kinds)
+    name = [value.name for value in found.values()][-2]
+    assert all(line.startswith("#") for line in code_for(parse(f"save:{name}"), found.kinds, loss, W, X))
