@@ -9,7 +9,6 @@ One kind of layers is planned as it is, and `num_layers` is the number of its la
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -17,6 +16,7 @@ from jaxremat.answer.layer_estimate import estimate_function
 from jaxremat.answer.layer_share import ALONE, Parts, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import UsageError
+from jaxremat.mesh.own_experts import SCOPE
 from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
@@ -32,6 +32,8 @@ def estimate_workload(
 
     Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch. On a
     mesh they are those of one device (`layer_share.py`). Of the collectives, the gathers of the decoder's kernels have a price.
+    Experts that the mesh divides are those of one device before they exchange tokens: all experts for its own tokens are as many
+    bytes and FLOPs as its own experts for all tokens. Only their author's names can be saved.
 
     Args:
         trials: the trials of the workload.
@@ -57,15 +59,19 @@ def estimate_workload(
     shares = [Share(mesh, _parts(trials, kind), times * waits, axes) if mesh else ALONE for kind in found.kinds]
     kinds = estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
     as_config = trials.workload_at().as_config
-    return kinds if as_config is None else tuple(replace(kind, layer=_said(kind.layer, as_config)) for kind in kinds)
-
-
-def _said(layer: LayerEstimate, as_config: Callable[[Policy], Any]) -> LayerEstimate:
-    """The estimate, of which a plan may choose what the author's configuration can say."""
 
     def allows(policy: Policy) -> bool:
-        return as_config(policy) is not None
+        return (as_config is None or as_config(policy) is not None) and not any(map(_is_in_experts, policy.names()))
 
+    return tuple(replace(kind, layer=_allowed(kind.layer, allows)) for kind in kinds)
+
+
+def _is_in_experts(name: str) -> bool:
+    return SCOPE in name.split("/")
+
+
+def _allowed(layer: LayerEstimate, allows: Callable[[Policy], bool]) -> LayerEstimate:
+    """The estimate, of which a plan may choose what is allowed."""
     values = tuple(
         replace(
             value,
@@ -74,7 +80,7 @@ def _said(layer: LayerEstimate, as_config: Callable[[Policy], Any]) -> LayerEsti
         )
         for v, value in enumerate(layer.problem.values)
     )
-    others = tuple(_said(other, as_config) for other in layer.alternatives)
+    others = tuple(_allowed(other, allows) for other in layer.alternatives)
     return replace(layer, problem=replace(layer.problem, values=values), alternatives=others, allows=allows)
 
 

@@ -17,6 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxremat.mesh.axes import BATCH_AXES
 from jaxremat.mesh.sharding import divided_by
 
+#: The scope of the experts where a mesh divides them, but not at the batch that is traced. A plan traces a layer at the batch of
+#: one group. In the compiled step a `shard_map` is in the scope's place, and only the authors' names exist there.
+SCOPE = "own_experts"
 #: `(first, tokens, kernels) -> y`: the results `[B, T, D]` of the experts whose kernels are given, of which `first` is the first
 #: one's number.
 Compute = Callable[[Any, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
@@ -46,7 +49,8 @@ def with_own_experts(
         return compute(0, tokens, kernels)
     of_batch = divided_by(mesh, tokens[0].shape[:1], ("batch",))
     if not any(of_batch) and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1:
-        return compute(0, tokens, kernels)
+        with jax.named_scope(SCOPE):
+            return compute(0, tokens, kernels)
     specs = [PartitionSpec(*divided_by(mesh, kernel.shape, names)) for kernel, names in zip(kernels, axes, strict=True)]
     gathers = mesh.shape["expert"] > 1
     sums = mesh.shape["tensor"] > 1 and any("tensor" in spec for spec in specs)

@@ -36,11 +36,10 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
             cause="each device computes the attention of whole heads",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
         )
-    is_ragged = model.dispatch == "ragged"
-    if planned and model.has_experts and (mesh.expert > 1 or is_ragged):
+    if planned and model.has_experts and mesh.expert > 1 and model.dispatch == "ragged":
         raise UsageError(
-            f"--policy auto got experts on the mesh {mesh}" + (" with --dispatch ragged" if is_ragged else ""),
-            allowed="a plan for experts on one device, or for dense ones on a mesh without the axis expert",
-            cause="the experts run in a shard_map, where only the authors' names exist",
+            f"--policy auto got experts on the mesh {mesh} with --dispatch ragged",
+            allowed="a plan for ragged dispatch without the axis expert, or for dense dispatch",
+            cause="each device has rows for the tokens of all devices along expert, which isn't foreseen",
             next_step="--policy dots+attention nothing save:router_logits,mlpwi_0,mlpwi_1,out_proj",
         )
