@@ -36,6 +36,8 @@ class Flags:
     """The number of the first block."""
     blocks: int = 10
     """How many blocks are drawn."""
+    most_choices: int = 32
+    """Blocks of more choices are left out. For a TPU each takes XLA many seconds."""
     target: str = "h100-80gb"
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS
@@ -138,11 +140,11 @@ def measure_pyramid(flags: Flags) -> Iterator[Row]:
 def measure_blocks(flags: Flags) -> Iterator[Row]:
     """Drawn blocks, each at a drawn budget."""
     for seed in range(flags.first, flags.first + flags.blocks):
-        yield from _rows(drawn(seed), flags, [random.Random(-seed - 1).random()])
+        yield from _rows(drawn(seed), flags, [random.Random(-seed - 1).random()], flags.most_choices)
 
 
-def _rows(workload: Any, flags: Flags, shares: Sequence[float]) -> Iterator[Row]:
-    """The plan within each budget, beside the fastest choice that fits."""
+def _rows(workload: Any, flags: Flags, shares: Sequence[float], most_choices: int = 64) -> Iterator[Row]:
+    """The plan within each budget, beside the fastest choice that fits. None where there are too many choices."""
     from jaxremat.answer.layer_estimate import speed_of
     from jaxremat.answer.planned import plan_run
     from jaxremat.answer.workload_estimate import estimate_workload
@@ -159,6 +161,8 @@ def _rows(workload: Any, flags: Flags, shares: Sequence[float]) -> Iterator[Row]
     batch, speed = trials.workload_at().num_samples or 1, speed_of(target)
     one = as_one(estimate_workload(trials, speed, batch)).layer
     names = [name for v, name in one.names.items() if one.problem.values[v].saveable]
+    if 2 ** len(names) > most_choices:
+        return
     found: dict[str, tuple[int, float]] = {}
     for count in range(len(names) + 1):
         for chosen in itertools.combinations(names, count):
