@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxremat
 from jaxremat.policy.code import code_for
@@ -88,6 +88,79 @@ def equinox_case() -> tuple[Loss, Any, Any]:
     return loss, Gated, W
 
 
+def with_a_map(w: Any, x: jax.Array) -> jax.Array:
+    """A layer that maps a part of itself, as attention does."""
+    hidden = jax.vmap(jnp.tanh)(x @ w[0])
+    return x + jnp.sin(hidden @ w[1])
+
+
+def with_scopes(w: Any, x: jax.Array) -> jax.Array:
+    """All matmuls are in a scope that other operations aren't in."""
+    with jax.named_scope("norm"):
+        normed = x / jnp.max(jnp.abs(x))
+    with jax.named_scope("mlp"):
+        return x + jnp.sin(jnp.tanh(normed @ w[0]) @ w[1])
+
+
+@jax.named_scope("own")
+def with_own_scope(w: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("norm"):
+        normed = x / jnp.max(jnp.abs(x))
+    with jax.named_scope("mlp"):
+        return x + jnp.sin(jnp.tanh(normed @ w[0]) @ w[1])
+
+
+def in_scopes_loss(layer: Any, params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("outer"), jax.named_scope("net"):
+        return function_loss(layer, params, x)
+
+
+class Linens(linen.Module):
+    """All matmuls are in one submodule that isn't all of it."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(x)
+        return jnp.sin(hidden + linen.Dense(WIDTH)(x))
+
+
+def linen_loss(block: Any, params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(linen_net(block).apply(params, x) ** 2)
+
+
+def scanned_linen_loss(block: Any, params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(scanned_linen_net(block).apply(params, x) ** 2)
+
+
+def linen_net(block: Any) -> Any:
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for _ in range(NUM):
+                x = block()(x)
+            return x
+
+    return Net()
+
+
+def scanned_linen_net(block: Any) -> Any:
+    class Step(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+            return block()(x), None
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return linen.scan(Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=NUM)()(x)[0]
+
+    return Net()
+
+
+def shapes(net: Any) -> Any:
+    return jax.eval_shape(net.init, jax.random.key(0), X)
+
+
 def jitted_loss(layer: Any, params: Any, x: jax.Array) -> jax.Array:
     """Users' frames above a jit are those of the call."""
     return jax.jit(functools.partial(function_loss, layer))(params, x)
@@ -105,6 +178,12 @@ CALLS: dict[str, Any] = {
     "jit": (jitted_loss, layer, W),
 }
 CALLS["scan"] = (scan_loss, layer, STACKED)
+CALLS["map"] = (function_loss, with_a_map, W)
+CALLS["scopes around"] = (in_scopes_loss, with_scopes, W)
+CALLS["own scope"] = (function_loss, with_own_scope, W)
+CALLS["scopes in scan"] = (scan_loss, with_own_scope, STACKED)
+CALLS["linen"] = (linen_loss, Linens, shapes(linen_net(Linens)))
+CALLS["scanned linen"] = (scanned_linen_loss, Linens, shapes(scanned_linen_net(Linens)))
 
 
 @pytest.mark.parametrize("case", [*CALLS, "equinox"])
@@ -114,12 +193,13 @@ def test_the_line_of_a_class_or_function_saves_what_the_policy_saves(case):
     found = jaxremat.find_layers(loss, params, X)
     (kind,) = found.kinds
     name = of_layer.__name__
-    assert (kind.num_layers, kind.module, kind.called()) == (NUM, "", name)
+    assert (kind.num_layers, kind.called()) == (NUM, name)
     values = [value.name for value in found.values()]
-    policy = f"save:{values[len(values) // 2]},{values[-2]}"
+    chosen = [values[0], values[len(values) // 2], values[-2]]
+    policy, alone = f"save:{','.join(chosen)}", ",".join(map(kind.names_alone().__getitem__, chosen))
     comment, line = code_for(parse(policy), found.kinds, loss, params, X)
     assert comment.startswith("# ")
-    assert line == f'{name} = jaxremat.remat({name}, "{policy}"{", in_scan=True" * (case == "scan")})'
+    assert line == f'{name} = jaxremat.remat({name}, "save:{alone}"{", in_scan=True" * kind.in_scan})'
     scope = {name: of_layer, "jaxremat": jaxremat}
     exec(line, scope)  # the code is ours
     want, got = (
@@ -145,6 +225,44 @@ def test_the_pasted_line_of_an_nnx_class_takes_the_bytes_of_the_policy(h100):
         assert got == pytest.approx(want, rel=0.01)
         totals.add(want)
     assert len(totals) == 3
+
+
+def in_a_scope_of_its_own(w: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("own"):
+        hidden = jnp.tanh(x)
+        with jax.named_scope("mlp"):
+            return x + jnp.sin(jnp.sin(hidden @ w[0]) @ w[1])
+
+
+def test_names_that_depend_on_who_opened_a_scope_are_unknown():
+    """Alone, the layer leaves out `own` where it opens that itself, and `mlp` where it doesn't."""
+    loss = functools.partial(function_loss, in_a_scope_of_its_own)
+    found = jaxremat.find_layers(loss, W, X)
+    (kind,) = found.kinds
+    assert kind.called() == "in_a_scope_of_its_own"
+    assert "" in kind.names_alone().values()
+    unknown = next(name for name, alone in kind.names_alone().items() if not alone)
+    assert all(line.startswith("#") for line in code_for(parse(f"save:{unknown}"), found.kinds, loss, W, X))
+
+
+def test_names_of_linen_s_modules_that_are_no_call():
+    """`Sequential` calls the first of its layers at another line. Alone, a layer leaves out its own scope and no other."""
+    model: Any = linen.Sequential([Linens() for _ in range(NUM)])
+    (kind,) = jaxremat.find_layers(lambda params, x: jnp.mean(model.apply(params, x)), shapes(model), X).kinds
+    assert (kind.module, kind.called()) == ("layers", "")
+    assert (kind.names_alone()["dot_general"], kind.names_alone()["sin"]) == ("Dense_0/dot_general", "sin")
+
+
+def linens(x: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(x)
+    return jnp.sin(hidden + linen.Dense(WIDTH)(x))
+
+
+def test_a_function_that_calls_modules_of_linen_has_no_line():
+    """JAX's checkpoint fails around a module's call."""
+    net = linen_net(lambda: linens)
+    (kind,) = jaxremat.find_layers(lambda params, x: jnp.mean(net.apply(params, x)), shapes(net), X).kinds
+    assert (kind.num_layers, kind.called()) == (NUM, "")
 
 
 # What follows has layers that aren't, or that can't be told from others.
@@ -179,6 +297,19 @@ def elsewhere_too(params: Any, x: jax.Array) -> jax.Array:
 
 def mapped(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jax.vmap(lambda x: function_loss(layer, params, x[None]))(x))
+
+
+def mapped_around_a_loop(params: Any, x: jax.Array) -> jax.Array:
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (all_layers(params, x), None), x[None], None, length=2)[0]
+
+    return jnp.mean(jax.vmap(twice)(x) ** 2)
+
+
+def all_layers(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = layer(w, x)
+    return x
 
 
 def two_calls_a_layer(params: Any, x: jax.Array) -> jax.Array:
@@ -229,6 +360,7 @@ NO_CALLS = (
     at_two_lines,
     elsewhere_too,
     mapped,
+    mapped_around_a_loop,
     two_calls_a_layer,
     a_line_more,
     of_a_lambda,

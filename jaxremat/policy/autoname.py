@@ -124,16 +124,28 @@ def name_values(
         )
 
 
-def names_alone(function: Callable[..., Any], args: Sequence[Any], prefix: str, shared: Set[str]) -> dict[str, str]:
+def names_alone(
+    function: Callable[..., Any], args: Sequence[Any], prefix: str, shared: Set[str], alone: Sequence[Callable[..., Any]]
+) -> dict[str, str]:
     """By name that `name_values` writes on a value: its name in the function alone.
 
-    That is the author's, where the author wrote a name that is only `shared` because other layers have it too.
+    That is the author's, where the author wrote a name that is only `shared` because other layers have it too. It is empty where
+    the functions `alone`, which are the function in other scopes, don't agree in it.
     """
+    program, taken = _traced(function, args)
+    ways = [_choose_names(_traced(one, args)[0], taken, "", frozenset()) for one in alone]
+    return {
+        names[-1]: ways[0][n][-1] if len({way[n][-1] for way in ways}) == 1 else ""
+        for n, names in _choose_names(program, taken, prefix, shared).items()
+        if names
+    }
+
+
+def _traced(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, set[str]]:
+    """A function as a program, and the names that its author wrote."""
     with on_arrays(function, args, {}) as call:
         jaxpr = jax.make_jaxpr(call.function)(call.arrays)
-    program, taken = flatten(jaxpr), {value.name for value in jaxpr_names(jaxpr)}
-    alone = _choose_names(program, taken, "", frozenset())
-    return {names[-1]: alone[n][-1] for n, names in _choose_names(program, taken, prefix, shared).items() if names}
+    return flatten(jaxpr), {value.name for value in jaxpr_names(jaxpr)}
 
 
 # Which names the values get.

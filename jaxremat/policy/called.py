@@ -15,6 +15,7 @@ import ast
 import functools
 import itertools
 import linecache
+import os.path
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ from jaxremat.system.whose import is_users
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CALL = ".__call__"
+#: The file whose code is around each call of a module of Linen.
+_LINEN = os.path.join("flax", "linen", "module.py")
 
 
 class _Function(NamedTuple):
@@ -59,8 +62,15 @@ def called(layers: Sequence[Sequence[Equation]], others: Iterable[Equation]) -> 
     if others_lines or elsewhere or not all(map(_comes_once, chains)) or not _runs_once(function, lines):
         return ""
     owner = function.name.removesuffix(_CALL)
+    if owner == function.name and any(is_linens(equation) for layer in layers for equation in layer):
+        return ""  # a function that calls modules of Linen can't have a checkpoint of JAX
     name = owner.rpartition("." if owner != function.name else "<locals>.")[2]
     return name if name.isidentifier() else ""
+
+
+def is_linens(equation: Equation) -> bool:
+    """Whether an operation comes from a call of a module of Flax Linen."""
+    return any(frame.function.file.endswith(_LINEN) for frame in _frames(equation))
 
 
 def _depth(chains: Sequence[tuple[_Frame, ...]]) -> int:

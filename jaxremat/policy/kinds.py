@@ -7,7 +7,7 @@ block, so that one policy serves them all. Where a program has several kinds of 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
-from jaxremat.policy.called import called
+from jaxremat.policy.called import called, is_linens
 from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
@@ -47,6 +47,7 @@ class _Group:
 
     `is_mapped` is true inside a shard_map, whose axes only exist while it runs. `parent` is the path before the layers' names,
     where other layers have these names too. `frozen` has the numbers of the values that are made of frozen parameters alone.
+    `in_transform` is true in a scan or other call that a transformation such as vmap is around.
     """
 
     level: Level
@@ -56,6 +57,7 @@ class _Group:
     is_mapped: bool
     parent: str
     frozen: Set[int]
+    in_transform: bool
 
     @functools.cached_property
     def variants(self) -> dict[int, int]:
@@ -67,6 +69,25 @@ class _Group:
             return {0: self.stack.num_layers}
         exact = {i: self.level.facts.exact(self.stack.layers[i]) for i in self.places}
         return {next(i for i in self.places if exact[i] == one): n for one, n in Counter(exact.values()).most_common()}
+
+    @functools.cached_property
+    def called(self) -> str:
+        """`Kind.called`. Layers that `vmap` maps have none, as they have no `Kind.module`.
+
+        Each operation of a mapped layer is mapped. A layer may itself map some, as attention does.
+        """
+        equations = self.level.facts.program.equations
+        around = equations[self.stack.span.start]
+        if self.stack.in_scan:
+            layers, others = [_body(self)], []
+        else:
+            layers = [equations[r.start : r.stop] for r in map(self.stack.layers.__getitem__, self.places)]
+            own = {equation for layer in layers for equation in layer}
+            others = [equation for equation in equations if equation not in own]
+        are_mapped = [all(is_transformed(equation.name_stack) for equation in layer) for layer in layers]
+        if self.in_transform or any(are_mapped) or (self.stack.in_scan and is_transformed(around.name_stack)):
+            return ""
+        return called(layers, others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +169,7 @@ class LayerKinds:
             prefix=layer.prefix,
             frozen=self._frozen(group),
             module=_module(group),
-            called=functools.partial(_called, group),
+            called=lambda: group.called,
             names_alone=functools.partial(self._names_alone, group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
@@ -163,7 +184,8 @@ class LayerKinds:
             layer = self.layer(group.level, group.stack, i)
             written = all_written_names((e.eqn for e in layer.piece.program.equations), not group.is_mapped)
             args = layer.piece.args
-            own = {} if group.is_mapped else names_alone(layer.piece.run, args, layer.prefix, self._shared_names)
+            alone = [piece.run for piece in _alone(group, i, layer)]
+            own = {} if group.is_mapped else names_alone(layer.piece.run, args, layer.prefix, self._shared_names, alone)
             names.append(own | {name: name for name in written})
         first, *others = names
         return {
@@ -203,16 +225,22 @@ def layer_kinds(level: Level, frozen: Set[int] = frozenset()) -> LayerKinds:
         for stack in inner.stacks
         for places in _by_kind(inner, stack)
     ]
-    groups, taken = [], set()
+    groups, taken, transformed = [], set(), {*_transformed(level)}
     short = [_short_name(stack, places) for _, stack, places, _ in found]
     for (inner, stack, places, is_mapped), own in zip(found, short, strict=True):
         parent = "/".join(stack.parent) + "/" if stack.scopes and stack.parent and short.count(own) > 1 else ""
         name = unused_name(parent + own, taken)
         taken.add(name)
-        groups.append(
-            _Group(inner, stack, places, f"{name}/" if len(found) > 1 else "", is_mapped, parent, frozen_in[inner])
-        )
+        prefix = f"{name}/" if len(found) > 1 else ""
+        groups.append(_Group(inner, stack, places, prefix, is_mapped, parent, frozen_in[inner], inner in transformed))
     return LayerKinds(tuple(groups))
+
+
+def _transformed(level: Level) -> Iterator[Level]:
+    """The levels inside scans and other calls that a transformation is around."""
+    for n, inner in level.inside.items():
+        is_around = is_transformed(level.facts.program.equations[n].name_stack)
+        yield from (one for one, _ in inner.levels()) if is_around else _transformed(inner)
 
 
 def _refused(*_: Any) -> Any:
@@ -272,6 +300,8 @@ def _module(group: _Group) -> str:
     A layer that `vmap` maps isn't: it has other operations than the module alone, so that its values have other names.
     """
     stack, equations = group.stack, group.level.facts.program.equations
+    if group.in_transform:
+        return ""
     if stack.in_scan:
         inside = _body(group)
         scope = path_of(inside[0])[:1]
@@ -280,21 +310,6 @@ def _module(group: _Group) -> str:
     scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
     are_modules = [_is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes]
     return _short_name(stack, group.places) if are_modules and all(are_modules) else ""
-
-
-def _called(group: _Group) -> str:
-    """`Kind.called`. Layers that `vmap` maps have none, as they have no `Kind.module`."""
-    stack, equations = group.stack, group.level.facts.program.equations
-    layers = (
-        [_body(group)]
-        if stack.in_scan
-        else [equations[r.start : r.stop] for r in map(stack.layers.__getitem__, group.places)]
-    )
-    around = [equations[stack.span.start]] if stack.in_scan else []
-    if any(is_transformed(equation.name_stack) for layer in (around, *layers) for equation in layer):
-        return ""
-    own = {equation for layer in layers for equation in layer}
-    return called(layers, () if stack.in_scan else (equation for equation in equations if equation not in own))
 
 
 def _body(group: _Group) -> Sequence[Equation]:
@@ -315,10 +330,36 @@ def _is_within(equations: Sequence[Equation], scope: tuple[str, ...]) -> bool:
 
 def _common_scopes(piece: Piece) -> tuple[str, ...]:
     """The scopes that all matmuls of a layer are in."""
-    first, *others = [path_of(equation) for equation in piece.program.equations if num_heavy(equation.eqn)] or [()]
+    return _shared([path_of(equation) for equation in piece.program.equations if num_heavy(equation.eqn)])
+
+
+def _shared(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The scopes with which all paths begin."""
+    first, *others = paths or [()]
     while first and any(path[: len(first)] != first for path in others):
         first = first[:-1]
     return first
+
+
+def _alone(group: _Group, i: int, layer: Layer) -> list[Piece]:
+    """Layer number `i` in the scopes in which it is traced alone, in each way that is possible.
+
+    Its call is in the scopes that all its operations are in, but for those that it opens itself. A module of Linen opens one, the
+    last. Else nothing is known but that a scope of operations outside of the layers is around the call.
+    """
+    program, stack = group.level.facts.program, group.stack
+    place = stack.layers[i]
+    piece = Piece(inner_program(program.equations[place.start])) if stack.in_scan else cut(program, place.start, place.stop)
+    own = _shared([path_of(equation) for equation in piece.program.equations])
+    if any(is_linens(equation) for equation in piece.program.equations) and (group.called or _module(group)):
+        around = [max(len(own) - 1, 0) if group.called else len(stack.parent)]
+    elif group.called:
+        layers = {n for one in group.level.stacks for n in range(one.span.start, one.span.stop)}
+        others = [] if stack.in_scan else [e for n, e in enumerate(program.equations) if n not in layers]
+        around = range(max((len(_shared((own, path_of(e)))) for e in others), default=0), len(own) + 1)
+    else:
+        return [layer.piece]
+    return [renamed(piece, _scopes_within(own[:num])) for num in around]
 
 
 def _scopes_within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
