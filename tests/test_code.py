@@ -34,7 +34,7 @@ POLICIES = (
     "save:hidden+attention",
     "dots+attention",
 )
-SEVERAL = ("one-in:2", "every:2", "every:3", "every:2+save:hidden", "1*nothing|1*save:hidden")
+SEVERAL = ("one-in:2", "every:2", "every:3", "every:2+save:hidden", "1*nothing|1*save:hidden", "3*nothing|1*save:hidden")
 Loss = Callable[[Any, jax.Array], jax.Array]
 
 
@@ -57,7 +57,7 @@ def jax_model() -> tuple[Callable[[str], Loss], Any]:
         names = pasted(code, layer=layer, layers=params, x=x, jax=jax, functools=functools, jaxremat=jaxremat)
         if "for start" in code:
             return jnp.mean(names["x"] ** 2)
-        wrapped = names["layers"] if "policies = (" in code else NUM * [names["layer"]]
+        wrapped = names["layers"] if "policies = " in code else NUM * [names["layer"]]
         for one, w in zip(wrapped, params, strict=True):
             x = one(w, x)
         return jnp.mean(x**2)
@@ -74,7 +74,7 @@ class LinenBlock(nn.Module):
 def linen_model() -> tuple[Callable[[str], Loss], Any]:
     def loss(code: str, params: Any, x: jax.Array) -> jax.Array:
         names = pasted(code, Block=LinenBlock, nn=nn, jax=jax, jaxremat=jaxremat)
-        blocks = names["Blocks"] if "policies = (" in code else NUM * [names["Block"]]
+        blocks = names["Blocks"] if "policies = " in code else NUM * [names["Block"]]
 
         class Net(nn.Module):
             @nn.compact
@@ -98,7 +98,7 @@ def object_loss(code: str, blocks: Any, x: jax.Array, **framework: Any) -> jax.A
     if "for start" in code:
         return jnp.mean(names["x"] ** 2)
     plain = names.get("call", lambda block, x: block(x))
-    for block, call in zip(blocks, names["calls"] if "policies = (" in code else NUM * [plain], strict=True):
+    for block, call in zip(blocks, names["calls"] if "policies = " in code else NUM * [plain], strict=True):
         x = call(block, x)
     return jnp.mean(x**2)
 
@@ -199,6 +199,25 @@ def test_the_code_of_a_scan_s_body_takes_the_bytes_of_the_policy(h100):
         as_code("every:2", "jax", NUM, in_scan=True)
 
 
+@pytest.mark.parametrize(
+    ("policy", "policies"),
+    [
+        ("1*nothing|5*save:hidden", "2 * ([NOTHING] + 5 * [HIDDEN])"),
+        ("2*nothing|10*save:hidden", "2 * [NOTHING] + 10 * [HIDDEN]"),
+        ("1*nothing|1*save:hidden", "6 * [NOTHING, HIDDEN]"),
+        ("1*nothing|1*save:hidden|2*nothing", "3 * ([NOTHING, HIDDEN] + 2 * [NOTHING])"),
+        ("one-in:3", "4 * ([NOTHING] + 2 * [None])"),
+    ],
+)
+def test_policies_that_repeat_are_written_once(policy, policies):
+    line, layers = as_code(policy, "jax", 12).splitlines()
+    for name, one in (("NOTHING", "nothing"), ("HIDDEN", "save:hidden")):
+        line = line.replace(as_code(one, "jax").partition("policy=")[2][:-1], name)
+    assert line == f"policies = {policies}"
+    plain = "layer if policy is None else " if "None" in line else ""
+    assert layers == f"layers = [{plain}jax.checkpoint(layer, policy=policy) for policy in policies]"
+
+
 def test_groups_of_linen_s_modules_are_jaxremat_s_own_layers():
     assert as_code("every:2", "linen", NUM) == 'layers = jaxremat.Layers(Block(...), num_layers=4, policy="every:2")'
 
@@ -271,7 +290,7 @@ def test_values_that_nobody_named_are_named_in_the_pasted_module(layout):
     Where the author wrote a checkpoint around it in a scan, the code takes its place, and says so.
     """
     loss_with, params = MODELS["linen"]()
-    loss, several = loss_with(""), ("1*nothing|1*save:Dense_1/dot_general",)
+    loss, several = loss_with(""), ("1*nothing|1*save:Dense_1/dot_general", "1*nothing|3*save:Dense_1/dot_general")
     if in_scan := layout != "unrolled":
         model = Scanned() if layout == "scan" else Scanned(nn.remat(LinenBlock))
         loss, params, several = model.apply, jax.eval_shape(model.init, jax.random.key(0), X), ()

@@ -87,9 +87,27 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
         )
     if len(group) == 1:
         return "\n".join([*lines, f"{target} = {wrapped.format(target, group[0].expression())}"])
-    listed = ", ".join("None" if one.is_none else one.expression() for one in group)
-    each = f"{target} if policies[i % {len(group)}] is None else {wrapped.format(target, f'policies[i % {len(group)}]')}"
-    return "\n".join([*lines, f"policies = ({listed})", f"{target}s = [{each} for i in range({num_layers})]"])
+    policies = ["None" if one.is_none else one.expression() for one in group]
+    plain = f"{target} if policy is None else " if "None" in policies else ""
+    return "\n".join([*lines, *_each_its_own(policies, target, plain + wrapped.format(target, "policy"), num_layers)])
+
+
+def _each_its_own(policies: Sequence[str], target: str, wrapped: str, num_layers: int) -> tuple[str, str]:
+    """The lines of layers that follow `policies` again and again.
+
+    Neighbours of one policy are written once. For 12 layers, the first of each 6 with another policy than the other 5:
+
+        policies = 2 * (["nothing"] + 5 * ["save:hidden"])
+        layers = [jaxremat.remat(layer, policy) for policy in policies]
+    """
+    parts, times = list[str](), num_layers // len(policies)
+    runs = [(text, len([*same])) for text, same in itertools.groupby(policies)]
+    for is_one, some in itertools.groupby(runs, key=lambda run: run[1] == 1):
+        once, repeated = zip(*((text, f"{n} * [{text}]") for text, n in some), strict=True)
+        parts += [f"[{', '.join(once)}]"] if is_one else repeated
+    listed = " + ".join(parts)
+    listed = listed if times == 1 else f"{times} * ({listed})" if parts[1:] else f"{times} * {listed}"
+    return f"policies = {listed}", f"{target}s = [{wrapped} for policy in policies]"
 
 
 def _named_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], written: set[str]) -> list[str]:
@@ -137,8 +155,8 @@ def _named_code(policy: Policy, framework: Framework, kind: Kind, target: str) -
     texts = [f'"{one}"' for one in policy.layers(num_layers)]
     if len(texts) == 1:
         return f"{target} = jaxremat.remat({target}, {texts[0]}{more})"
-    each = f"jaxremat.remat({target}, policies[i % {len(texts)}]{more})"
-    return f"policies = ({', '.join(texts)})\n{target}s = [{each} for i in range({num_layers})]"
+    wrapped = f"jaxremat.remat({target}, policy{more})"
+    return "\n".join(_each_its_own(texts, target, wrapped, num_layers))
 
 
 def is_of_several(policy: Policy) -> bool:
