@@ -312,6 +312,26 @@ def test_layers_are_cut_where_the_fewest_bytes_go_from_one_to_the_next():
     assert kind.cut_bytes == X.size * 4
 
 
+def with_passers_by(params, data):
+    """Each layer reads the mask, a table of its own, and a bias that the first layer makes."""
+    x, lengths = data
+    mask, tables, bias = jnp.arange(4) < lengths[:, None], [x * n for n in range(NUM)], None
+    for p, table in zip(params, tables, strict=True):
+        hidden = jnp.tanh(x @ p["up"])
+        bias = jnp.sin(hidden) if bias is None else bias
+        x = x + jnp.where(mask[..., None], hidden + bias, 0) @ p["down"] + table
+    return jnp.mean(x**2)
+
+
+def test_what_passes_by_the_layers_does_not_go_from_one_to_the_next():
+    """The bias does once, to the layer that reads it first."""
+    data = X, jax.ShapeDtypeStruct((2,), "int32")
+    (kind,) = find_layers(with_passers_by, LAYERS, data).kinds
+    assert (kind.found_by, kind.num_layers) == ("repeat", NUM)
+    bias_bytes = 2 * X.size * 4
+    assert kind.cut_bytes == X.size * 4 + bias_bytes // (NUM - 1)
+
+
 class Expert(nn.Module):
     width: int
 

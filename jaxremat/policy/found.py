@@ -51,7 +51,8 @@ class Kind:
         found_by: how they were found.
         num_layers: number of these layers.
         in_scan: whether they run in a scan, of which one iteration is a layer.
-        cut_bytes: bytes of the values that go from one layer to the next, parameters apart. The mean over the layers.
+        cut_bytes: bytes of the values that come to a layer from those before it. Of what one layer makes and several read, the
+            first of these counts it, and nothing made before all layers counts. The mean over the layers.
         function: one of the layers of which there are the most, as a function of arrays. Each of its floating-point values has a
             checkpoint name. With several kinds the names begin with `prefix`.
         args: the shapes of its arguments, each a `jax.ShapeDtypeStruct`.

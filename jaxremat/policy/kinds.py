@@ -23,7 +23,7 @@ from jaxremat.policy.jax_private import is_transformed, num_operands
 from jaxremat.policy.names import all_written_names, users_line
 from jaxremat.policy.program import Equation
 from jaxremat.policy.scopes import path_of, without_number
-from jaxremat.policy.signature import num_heavy
+from jaxremat.policy.signature import num_bytes, num_heavy
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +157,12 @@ class LayerKinds:
     def _kind(self, group: _Group) -> Kind:
         stack = group.stack
         layer, *others = [self.layer(group.level, stack, i) for i in group.variants]
-        edges = [stack.layers[i].start for i in group.places if i] or [stack.span.start]
         return Kind(
             label=_label(group),
             found_by=stack.found_by,
             num_layers=sum(group.variants.values()),
             in_scan=stack.in_scan,
-            cut_bytes=_carry_bytes(group) if stack.in_scan else int(group.level.facts.crossing[edges].mean()),
+            cut_bytes=_carry_bytes(group) if stack.in_scan else _cut_bytes(group),
             function=_refused if group.is_mapped else self.named(layer),
             args=layer.piece.args,
             prefix=layer.prefix,
@@ -374,6 +373,25 @@ def _own_scopes(equation: Equation, stack: Stack, i: int) -> tuple[str, ...]:
         return path[depth:]
     own, *rest = path[depth:]
     return tuple(rest) if own == stack.scopes[i] else (without_number(own) or own, *rest)
+
+
+def _cut_bytes(group: _Group) -> int:
+    """The bytes that come to a layer from those before it.
+
+    Of what a layer makes, the first later one that reads it counts it. What was made before all layers, such as a mask, isn't
+    counted, but where the one layer of a group is the first of all.
+    """
+    facts, stack, known, num_bytes_by_layer = group.level.facts, group.stack, set[int](), dict[int, int]()
+    equations, is_first = facts.program.equations, group.places == (0,)
+    made = {number: n for n, e in enumerate(equations[: stack.span.stop]) for number in e.outputs}
+    for i, layer in enumerate(stack.layers):
+        read = {atom for e in equations[layer.start : layer.stop] for atom in e.inputs if isinstance(atom, int)}
+        start = 0 if is_first else stack.span.start
+        new = {n for n in read - facts.fixed - known if start <= made.get(n, -1) < layer.start}
+        num_bytes_by_layer[i] = sum(num_bytes(facts.program.avals[n]) for n in new)
+        known |= new
+    counted = [num_bytes_by_layer[i] for i in group.places if i or is_first]
+    return sum(counted) // len(counted)
 
 
 def _carry_bytes(group: _Group) -> int:
