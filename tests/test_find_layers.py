@@ -369,6 +369,37 @@ def test_the_stages_of_a_network_without_scopes():
     assert [(kind.found_by, kind.num_layers) for kind in found.kinds] == [("repeat", n) for n in (2, 1, 1, 1, 1)]
 
 
+def test_kinds_at_one_line_are_told_apart():
+    """By the line that calls them, and else by the shape that they read."""
+
+    def stacked(params, x):
+        for p in params:
+            x = mlp(p, x)
+        return x
+
+    def twice(params, data):
+        x, other = data
+        x = stacked(params, x)
+        other = stacked(params, other)
+        return jnp.mean(x**2) + jnp.mean(other**2)
+
+    def at_one_line(params, data):
+        xs = [stacked(params, x) for x in data]
+        return sum(jnp.mean(x**2) for x in xs)
+
+    data = X, jax.ShapeDtypeStruct((2, 2, WIDTH), "float32")
+    for function, ends in (
+        (twice, ("called at", "called at")),
+        (at_one_line, ("reading float32[2,4,8]", "reading float32[2,2,8]")),
+    ):
+        first, second = find_layers(function, LAYERS, data).kinds
+        (place, end), (same_place, other_end) = (kind.label.split(", ") for kind in (first, second))
+        assert place == same_place
+        assert end != other_end
+        assert (end.startswith(ends[0]), other_end.startswith(ends[1])) == (True, True)
+        assert f", {end}, found as repeated operations" in first.line()
+
+
 def test_a_norm_before_a_scope_is_in_its_layer():
     """So that one value goes from layer to layer, and not its norm beside it."""
     (kind,) = find_layers(haikus, LAYERS, X).kinds

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxremat.policy.program import Equation
-from jaxremat.system.whose import is_users
+from jaxremat.system.whose import is_users, shown_file
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _CALL = ".__call__"
@@ -71,6 +71,15 @@ def called(layers: Sequence[Sequence[Equation]], others: Iterable[Equation]) -> 
 def is_linens(equation: Equation) -> bool:
     """Whether an operation comes from a call of a module of Flax Linen."""
     return any(frame.function.file.endswith(_LINEN) for frame in _frames(equation))
+
+
+def users_lines(equation: Equation) -> tuple[str, ...]:
+    """The lines of the user's code that an operation was traced in.
+
+    Each is `file:line`, the outermost first.
+    """
+    frames = ((frame.function.file, frame.line) for frame in _frames(equation))
+    return tuple(f"{shown_file(file)}:{line}" for file, line in frames if is_users(file))
 
 
 def _depth(chains: Sequence[tuple[_Frame, ...]]) -> int:

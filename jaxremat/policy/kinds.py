@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
-from jaxremat.policy.called import called, is_linens
+from jaxremat.policy.called import called, is_linens, users_lines
 from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
@@ -113,7 +113,7 @@ class LayerKinds:
     @functools.cached_property
     def shown(self) -> tuple[Kind, ...]:
         """The kinds, for a person and for the planner."""
-        return tuple(map(self._kind, self.groups))
+        return tuple(map(self._kind, self.groups, _labels(self.groups)))
 
     @property
     def has_complex(self) -> bool:
@@ -154,11 +154,11 @@ class LayerKinds:
         times = Counter(name for names in self._authors_names_by_group for name in names)
         return frozenset(name for name, count in times.items() if count > 1)
 
-    def _kind(self, group: _Group) -> Kind:
+    def _kind(self, group: _Group, label: str) -> Kind:
         stack = group.stack
         layer, *others = [self.layer(group.level, stack, i) for i in group.variants]
         return Kind(
-            label=_label(group),
+            label=label,
             found_by=stack.found_by,
             num_layers=sum(group.variants.values()),
             in_scan=stack.in_scan,
@@ -269,13 +269,52 @@ def _short_name(stack: Stack, places: Sequence[int]) -> str:
     return stack.parent[-1] if stack.parent else "layers"
 
 
+def _labels(groups: Sequence[_Group]) -> list[str]:
+    """What each kind is called.
+
+    Kinds at one place have the line at which they are called, or else the shape of what comes to them, if it tells them apart.
+    """
+    labels = [_label(group) for group in groups]
+    for tell_apart in (_calls, _shapes):
+        same: dict[str, list[int]] = {}
+        for n, label in enumerate(labels):
+            same.setdefault(label, []).append(n)
+        for label, places in same.items():
+            texts = tell_apart([groups[n] for n in places])
+            for n, text in zip(places, texts, strict=True):
+                labels[n] = f"{label}, {text}" if len({*texts}) > 1 else label
+    return labels
+
+
+def _calls(groups: Sequence[_Group]) -> list[str]:
+    """The outermost line of the user's code at which the calls of these layers part."""
+    lines = zip(*(users_lines(_first(group)) for group in groups), strict=False)
+    apart = next((some for some in lines if len({*some}) > 1), ())
+    return [f"called at {line}" for line in apart] or [""] * len(groups)
+
+
+def _shapes(groups: Sequence[_Group]) -> list[str]:
+    """The shape of the largest value, parameters apart, that comes to a layer."""
+    texts = []
+    for group in groups:
+        facts, place = group.level.facts, group.stack.layers[group.places[0]]
+        inputs = cut(facts.program, place.start, place.stop).inputs
+        avals = [facts.program.avals[number] for number in inputs if number not in facts.fixed]
+        texts.append(f"reading {max(avals, key=num_bytes).str_short()}" if avals else "")
+    return texts
+
+
+def _first(group: _Group) -> Equation:
+    """The first operation of the first layer."""
+    return group.level.facts.program.equations[group.stack.layers[group.places[0]].start]
+
+
 def _label(group: _Group) -> str:
     stack = group.stack
-    first = group.level.facts.program.equations[stack.span.start]
     if stack.scopes:
         scopes = [group.parent + stack.scopes[i] for i in group.places]
         return scopes[0] if len(scopes) == 1 else ", ".join(scopes) if len(scopes) < 3 else f"{scopes[0]} to {scopes[-1]}"
-    place = users_line(first.eqn)
+    place = users_line(_first(group).eqn)
     return " ".join([f"at {place}"] * bool(place) + [f"in {'/'.join(stack.parent)}"] * bool(stack.parent))
 
 
