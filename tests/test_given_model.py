@@ -259,6 +259,15 @@ def test_a_whole_step_is_run_under_none_without_a_policy_requested(capsys, train
     assert (row.policy, row.requested_policy, row.ran, row.samples_per_s) == ("none", "none", "ok", None)
 
 
+@pytest.mark.parametrize(("signature", "of_flag"), [("batch", 6), ("batch=None", 6), ("batch: int = 8", 8)])
+def test_a_function_without_a_default_batch_takes_that_of_the_flag(tmp_path, signature, of_flag):
+    (tmp_path / "given_bare.py").write_text(TRAIN.replace("batch: int = 8", signature))
+    request = check_run(parse_flags(RunFlags, ["--model", f"{tmp_path}/given_bare.py:workload", "--batch", "6,12"]))
+    factory = request.model.factory(request, None, None)
+    assert factory.at(None, request.train).num_samples == of_flag
+    assert factory.at(12, request.train).num_samples == 12
+
+
 @pytest.mark.full
 def test_explain_takes_the_batch_that_a_workload_is_written_for(capsys, train):
     argv = ["--model", f"{train}:workload", "--policy", "nothing", "--target", "cpu"]

@@ -365,6 +365,7 @@ def given_factory(
     mesh: AnyMesh | None = None,
     target: Any = None,
     devices: Callable[[], Sequence[Any]] | None = None,
+    batch: int | None = None,
 ) -> WorkloadFactory:
     """The factory of what --model names. The user's code is imported here.
 
@@ -373,6 +374,7 @@ def given_factory(
         mesh: the devices. None for one device.
         target: the `Target` that it is compiled for. None where it isn't known.
         devices: the devices for a function with the keyword `devices`, which makes a mesh of its own.
+        batch: the batch that --batch gives, for a function whose keyword `batch` has no number as default.
 
     Raises:
         UsageError: there is no such code, or it can't make a workload.
@@ -382,6 +384,8 @@ def given_factory(
 
     with tracing_for(target), tracing_on(mesh):
         made = load_factory(given.spec, given.words, devices, **given.keywords)
+        if made.has_free_batch and made.default_batch is None:
+            made = replace(made, default_batch=batch)
         if mesh is not None and jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
             raise UsageError(
                 f"--mesh was given, and the import of {made.name} sets a mesh for the whole process",

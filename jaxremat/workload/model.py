@@ -80,7 +80,7 @@ def given_model(given: GivenModel) -> Model:
 
             return (target or load_target(request.flags.target, request.mesh)).devices
 
-        return given_factory(given, mesh, target, devices)
+        return given_factory(given, mesh, target, devices, *request.batches[:1])
 
     no_effect = {"sample_tokens": "the workload writes no text"}  # unless its code says how
     return Model(given.spec, asdict(given), factory, no_effect=no_effect, source_hash=lambda: source_hash(given.spec))
