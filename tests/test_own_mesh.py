@@ -192,6 +192,7 @@ def test_shardings_that_contradict_each_other(h100):
     with pytest.raises(UsageError) as caught:
         lower_and_compile(jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("d"))), args, target)
     assert "in_shardings" in caught.value.got
+    assert all(way in caught.value.next_step for way in ("sharding=", "mesh=mesh", "devices=None"))
     with pytest.raises(ValueError, match="shard_map") as others:
         lower_and_compile(jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("d"), out_specs=P("d")), args, target)
     assert not isinstance(others.value, UsageError)

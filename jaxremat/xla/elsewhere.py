@@ -53,10 +53,10 @@ def of_shardings(error: ValueError, target: Target) -> UsageError | None:
         return None
     return UsageError(
         "the step is jitted with in_shardings, and they aren't the shardings of its arguments",
-        allowed="args with these shardings, or without any: Workload(step=..., args=..., mesh=mesh)",
+        allowed="args with these shardings; or mesh=mesh in the Workload, and args without any",
         cause=text.partition(", axis_types")[0][:300],
-        next_step="jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), with a mesh of the devices that the "
-        "function gets",
+        next_step="jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), or mesh=mesh; the mesh is made of the "
+        "devices that the function gets: def workload(batch: int = 8, devices=None)",
     )
 
 
@@ -65,8 +65,8 @@ def _devices_elsewhere(target: Target, cause: str) -> UsageError:
         f"the step is compiled for {len(target.devices)} x {target.name}, and it says that arrays lie on other devices",
         allowed="shardings over the target's devices, or PartitionSpecs under --mesh",
         cause=f"{cause}; jax.devices() and jax.make_mesh give the devices of this machine",
-        next_step="take the target's devices: def workload(batch: int = 8, devices=None), make the mesh of them, return "
-        "Workload(..., mesh=mesh), and give --devices 8",
+        next_step="take the target's devices: def workload(batch: int = 8, devices=None), make the mesh of them, and "
+        "return Workload(..., mesh=mesh); --devices 8 gives it eight",
     )
 
 
