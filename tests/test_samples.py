@@ -182,6 +182,20 @@ def test_a_whole_step_whose_arguments_ignore_the_batch_is_rejected():
     assert "mine" in caught.value.got
 
 
+@pytest.mark.parametrize(("number", "is_even"), [(lambda batch: 32, True), (lambda batch: 96 // batch, False)])
+def test_a_step_over_microbatches_has_a_number_of_them_that_no_batch_changes(number, is_even):
+    def make(batch):
+        x = jax.ShapeDtypeStruct((number(batch), batch, D), jnp.float32)
+        return jaxremat.Workload(step=lambda state, x: (state, x.sum()), args=(jnp.ones(3), x))
+
+    if is_even:
+        assert factory(make).at(6, TRAIN).args[1].shape == (32, 6, D)
+        return
+    with pytest.raises(UsageError) as caught:
+        factory(make).at(6, TRAIN)
+    assert "number of microbatches a keyword of its own" in caught.value.next_step
+
+
 @pytest.mark.parametrize(
     ("batch", "number"),
     [({"mask": (1, D, 1), "x": (32, D), "y": (32,)}, 32), ({"frozen": (D, D), "x": (32, D)}, None), ({"x": (1, D)}, 1)],

@@ -156,5 +156,6 @@ def _uneven(name: str, got: str) -> UsageError:
         f"the batch of {name} doesn't grow evenly: {got}",
         allowed="arrays with as many more rows for each further sample, along any axis",
         cause="samples are what grows with the keyword batch",
-        next_step="pad or stack what has another size, or leave the keyword batch out for one batch",
+        next_step="pad or stack what has another size, give the number of microbatches a keyword of its own, or leave the "
+        "keyword batch out for one batch",
     )
