@@ -101,7 +101,7 @@ def step_command(
     check: Callable[[StepFlagsT], Request[StepFlagsT]],
     do: Callable[[Request[StepFlagsT]], int],
     *,
-    saved: str = "the rows finished so far are saved",
+    saved: str = "what was compiled is stored for the same command again",
 ) -> int:
     """Runs a command that compiles training steps, and returns the exit code.
 

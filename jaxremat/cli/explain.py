@@ -5,7 +5,7 @@
 It compiles the training step, and reads from XLA where every buffer lies and how long it is live. Then it prints the bytes
 at the peak by category. The numbers add up to XLA's total. The GPU needn't be in this machine.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are saved).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are in --out).
 """
 
 import contextlib

@@ -6,7 +6,7 @@ machine, predicted otherwise. The answer in a sentence:
 
     The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 
-Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are saved).
+Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 130 interrupted (finished rows are in --out).
 """
 
 import contextlib
