@@ -140,6 +140,23 @@ def test_the_forward_rule_of_a_derivative():
     assert jax_private.forward_rule(the("sin", jnp.sin, X)) is None
 
 
+def test_the_forward_rule_of_a_function_that_closes_over_an_array():
+    """JAX refuses to differentiate by such an array. An equation that was bound again doesn't say that it has one."""
+    table = jnp.arange(3.0)
+
+    @jax.custom_vjp
+    def looked_up(x: Any) -> Any:
+        return x * table
+
+    looked_up.defvjp(lambda x: (looked_up(x), checkpoint_name(x * 2, "twice")), lambda _, bar: (bar * table,))
+    eqn = equations(looked_up, jnp.ones(3))[-1]
+    again = equations(lambda x: jax_private.bind(eqn, [table, x]), jnp.ones(3))[-1]
+    for one in (eqn, again):
+        rule = jax_private.forward_rule(one)
+        assert rule is not None
+        assert [name for name in map(jax_private.written_name, rule.eqns) if name] == ["twice"]
+
+
 def test_complex_results():
     def of_complex(x: Any) -> Any:
         z = jax.lax.complex(x, 2 * x).astype(jnp.complex64)

@@ -9,6 +9,7 @@ and documents, are read where they are needed.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -113,20 +114,30 @@ def forward_rule(eqn: Any) -> core.ClosedJaxpr | None:
     """What a function of `jax.custom_vjp` computes where it is differentiated.
 
     None of other equations. A checkpoint name in it is not in the program of the function itself.
+
+    JAX refuses to differentiate by arrays that the function closes over. They are its first operands. Where the equation was
+    bound again, it doesn't say how many.
     """
     if eqn.primitive.name != "custom_vjp_call":
         return None
-    moves = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.invars]
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    floats = [n for n, shape in enumerate(shapes) if jnp.issubdtype(shape.dtype, jnp.inexact)]
 
-    def forward(*values: Any) -> Any:
-        def of_moving(*moving: Any) -> Any:
-            rest = iter(moving)
-            return bind(eqn, [next(rest) if does else value for does, value in zip(moves, values, strict=True)])
+    def forward(moving: Sequence[int], *values: Any) -> Any:
+        def of_moving(*moved: Any) -> Any:
+            known = dict(zip(moving, moved, strict=True))
+            return bind(eqn, [known.get(n, value) for n, value in enumerate(values)])
 
-        return jax.vjp(of_moving, *(value for does, value in zip(moves, values, strict=True) if does))[0]
+        return jax.vjp(of_moving, *(values[n] for n in moving))[0]
 
-    with eqn.ctx.manager:
-        return jax.make_jaxpr(forward)(*(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars))
+    for first in range(len(floats) + 1):
+        try:
+            with eqn.ctx.manager:
+                return jax.make_jaxpr(functools.partial(forward, floats[first:]))(*shapes)
+        except Exception as error:
+            if type(error).__name__ != "CustomVJPException":
+                raise
+    return None
 
 
 def makes_complex(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
