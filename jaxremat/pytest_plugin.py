@@ -99,6 +99,8 @@ class MemoryBaseline:
     ) -> "CompiledMemory":
         """Compiles `step(*args)` for `target`, and fails the test if it needs more memory than its baseline.
 
+        An argument that isn't allowed, a damaged file and a program that XLA rejects fail it too, with one message.
+
         Args:
             step: any function that JAX can trace, or an already jitted function, which has its own donation.
             args: the arguments, or a `jax.ShapeDtypeStruct` for each array.
@@ -109,23 +111,36 @@ class MemoryBaseline:
 
         Returns:
             The compiled memory, for further assertions.
-
-        Raises:
-            UsageError: the tolerance can't be read, or an earlier call of the test was for the same target and name.
-            TargetError: the target is unknown, or JAX in this process can't compile for it.
-            CompileError: XLA rejected the program.
         """
+        __tracebackhide__ = True
+        from jaxremat.errors import JaxrematError
+
+        try:
+            return self._compare(step, args, target, name, tolerance, donate_argnums)
+        except JaxrematError as error:
+            message = f"{self.test}: {error}"
+        pytest.fail(message, pytrace=False)
+
+    def _compare(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        target: "Target | str",
+        name: str,
+        tolerance: int | str,
+        donate_argnums: int | tuple[int, ...],
+    ) -> "CompiledMemory":
+        """What a call does, where its errors are exceptions."""
         __tracebackhide__ = True
         import jax
 
         from jaxremat.errors import UsageError
+        from jaxremat.units import gib
         from jaxremat.xla.compile import lower_and_compile
 
         target_name = target if isinstance(target, str) else target.name
         if (target_name, name) in self._seen:
-            raise UsageError(
-                f"memory_baseline was called twice for {target_name} in {self.test}", next_step="name= for one of the steps"
-            )
+            raise UsageError(f"memory_baseline was called twice for {target_name}", next_step="name= for one of the steps")
         self._seen.add((target_name, name))
         key, places = f"{self.test} {name}".strip(), (f"jax {jax.__version__}", target_name)
         allowed = _bytes_of(tolerance)
@@ -140,9 +155,11 @@ class MemoryBaseline:
             pytest.fail(_missing(key, places, now, baselines, self.path), pytrace=False)
         pairs = (("total", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes))
         if any(after > was + allowed(was) for _, was, after in pairs):
-            pytest.fail(_grown(key, places, before, now), pytrace=False)
+            pytest.fail(_grown(key, places, before, now, tolerance), pytrace=False)
         if now.total_bytes < before.total_bytes - allowed(before.total_bytes):
-            self.warn(f"{key}: the step takes less than its baseline on {places[1]}; {_UPDATE} writes the new one")
+            share = f"{now.total_bytes / before.total_bytes - 1:+.1%}"
+            both = f"{gib(before.total_bytes)} became {gib(now.total_bytes)} ({share})"
+            self.warn(f"{key}: the step takes less than its baseline on {places[1]}: {both}; {_UPDATE} writes the new one")
         return found.memory
 
 
@@ -193,19 +210,23 @@ def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
     Raises:
         UsageError: the tolerance is neither whole bytes, nor a size, nor a share. An example is 0.01, which may mean 1%.
     """
-    from jaxremat.errors import UsageError, bad_value
+    from jaxremat.errors import UsageError
     from jaxremat.units import parse_bytes
 
     if isinstance(tolerance, int) and not isinstance(tolerance, bool) and tolerance >= 0:
         return lambda _: tolerance
-    if not isinstance(tolerance, str):
-        raise bad_value("tolerance", repr(tolerance), "bytes from 0 up, or text such as '64MiB' or '1%'", "0 is the default")
-    if share := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", tolerance):
+    text = tolerance if isinstance(tolerance, str) else ""
+    if share := re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", text):
         return lambda num_bytes: int(float(share[1]) / 100 * num_bytes)
     try:
-        num_allowed = parse_bytes(tolerance)
-    except UsageError as error:
-        raise bad_value("tolerance", repr(tolerance), f"a share such as '3%', or {error.allowed}", error.next_step) from None
+        num_allowed = parse_bytes(text)
+    except UsageError:
+        is_number = re.fullmatch(r"[0-9]+(\.[0-9]+)?", text)
+        raise UsageError(
+            f"the tolerance is {tolerance!r}",
+            allowed="a share such as '3%', a size such as '64MiB', or whole bytes from 0 up",
+            next_step=f"did you mean '{text}%'?" if is_number else "tolerance='3%'",
+        ) from None
     return lambda _: num_allowed
 
 
@@ -270,11 +291,12 @@ def _missing(key: str, places: tuple[str, str], now: Baseline, baselines: Baseli
     return "\n".join(lines)
 
 
-def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline) -> str:
+def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline, tolerance: int | str = 0) -> str:
     """The message of a test whose step grew: by how much, in which buffers, and what else is different."""
     from jaxremat.units import gib, signed_gib
 
-    lines = [f"{key}: the step takes more memory on {places[1]} than its baseline, with {places[0]}"]
+    more = f" and the tolerance of {tolerance if isinstance(tolerance, str) else f'{tolerance} bytes'}" if tolerance else ""
+    lines = [f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
     for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
         if after != was:
             share = f" ({(after - was) / was:+.1%})" if was else ""

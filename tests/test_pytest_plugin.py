@@ -1,6 +1,7 @@
 """The fixture `memory_baseline`: a step that grew fails, and the message has the buffers."""
 
 import json
+import re
 import threading
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -51,6 +52,12 @@ def test_tolerances_are_bytes_or_shares(tolerance: int | str, allowed: int):
 def test_another_tolerance_is_an_error_before_anything_is_compiled(tolerance: Any):
     with pytest.raises(UsageError, match="%"):
         _bytes_of(tolerance)
+
+
+def test_a_number_may_have_meant_percent():
+    with pytest.raises(UsageError) as raised:
+        _bytes_of("3")
+    assert raised.value.next_step == "did you mean '3%'?"
 
 
 def test_baselines_of_two_tests_are_in_one_file(tmp_path: Path):
@@ -132,8 +139,23 @@ def test_sources_are_the_same_on_every_machine():
 
 def test_two_steps_of_a_test_need_names(tmp_path: Path):
     baseline = MemoryBaseline(tmp_path / "b.json", tmp_path, "test_a", False, warn=print, _seen={("h100-80gb", "")})
-    with pytest.raises(UsageError):
+    with pytest.raises(pytest.fail.Exception, match="name="):
         baseline(lambda x: x, (1.0,), "h100-80gb")
+
+
+@pytest.mark.parametrize(("target", "tolerance"), [("h100-80", 0), ("h100-80gb", "3")])
+def test_a_wrong_argument_fails_the_test_without_a_traceback(target: str, tolerance: Any, tmp_path: Path):
+    baseline = MemoryBaseline(tmp_path / "b.json", tmp_path, "test_a", False, warn=print)
+    with pytest.raises(pytest.fail.Exception, match=r"test_a: .*did you mean") as raised:
+        baseline(lambda x: x, (1.0,), target, tolerance=tolerance)
+    assert not raised.value.pytrace
+
+
+def test_the_message_has_the_tolerance():
+    now = Baseline(1400, 0, (), {})
+    assert "the tolerance of 3%" in _grown("test_a", PLACES, BEFORE, now, "3%")
+    assert "the tolerance of 3 bytes" in _grown("test_a", PLACES, BEFORE, now, 3)
+    assert "tolerance" not in _grown("test_a", PLACES, BEFORE, now)
 
 
 @pytest.mark.full
@@ -156,3 +178,4 @@ def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.
     result, output = run({"same": 256, "grown": 512, "smaller": 128})
     assert result == {"failed": 1, "passed": 2, "warnings": 1}
     assert "test_memory.py:" in output.partition("At the peak")[2]
+    assert re.search(r"GiB became .* GiB \(-\d", output)
