@@ -92,6 +92,21 @@ def test_a_long_path_of_a_parameter_leaves_the_table_a_table():
     assert row.split()[1:] == ["state.params.params.Block_*.gate.", "1.00", "2.00", "+1.00"]  # "kernel" is in the next line
 
 
+@pytest.mark.parametrize(("first", "rows"), [(GIB, ["parameters", "2"]), (3, ["parameters", "outputs", "other"])])
+def test_what_differs_by_nothing_that_is_shown_is_counted(first: int, rows: list[str]):
+    """Unless nothing differs by more."""
+    changes = tuple(
+        PeakChange("gpt2, dots, batch 8, h100-80gb", category, "a", pair)
+        for category, pair in (("parameters", (0, first)), ("outputs", (0, 2)), ("other", (2, 0)))
+    )
+    console = Console(width=80, file=(out := io.StringIO()))
+    for part in changes_report(Changes((), changes, ((), ()), {}), 8):
+        console.print(part)
+    body = out.getvalue().partition("───")[2].splitlines()[1:]
+    assert [line.split()[0] for line in body if line.strip()][: len(rows)] == rows
+    assert ("2 more" in out.getvalue()) == (first == GIB)
+
+
 def test_two_stores_are_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = stored(tmp_path, "a.jsonl", step(total_bytes=GIB))
     other = stored(tmp_path, "b.jsonl", step(total_bytes=2 * GIB))
@@ -204,6 +219,10 @@ def test_a_revision_is_compared_with_the_working_tree(
         subprocess.run([*as_someone, *words], check=True)
     Path("train.py").write_text(TRAIN.replace("width: int = 4", "width: int = 1024"))
     assert main(["nowhere", *run]) == 2
+    assert "git branch --all" in capsys.readouterr().err
+    Path(".git", "shallow").write_text(f"{diff.git('rev-parse', 'HEAD')}\n")
+    assert main(["nowhere", *run]) == 2
+    assert "--unshallow" in capsys.readouterr().err
     assert main(["HEAD", "--json", *run]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (changed,) = (row for row in rows if row["record"] == "step")

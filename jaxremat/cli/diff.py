@@ -125,9 +125,10 @@ def _stored(place: str) -> "list[Record]":
     try:
         text = Path(place).read_text()
     except (OSError, ValueError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"{place!r} can't be read as a store: {error}",
-            cause="a git revision needs -- and the flags of a run",
+            f"{place!r} can't be read as a store: {why}",
+            cause="another path, or a git revision, which needs -- and the flags of a run",
             next_step=_EXAMPLE,
         ) from None
     try:
@@ -208,8 +209,18 @@ def git(*words: str, revision: str = "") -> str:
     except OSError as error:
         raise UsageError(f"git can't be run: {error.strerror}", next_step="two stores instead of revisions") from None
     if done.returncode:
-        got = f"there is no revision {revision!r}" if revision else "this folder is in no git repository"
-        raise UsageError(f"{got}: {done.stderr.strip()}", next_step=_EXAMPLE)
+        if not revision:
+            raise UsageError(f"this folder is in no git repository: {done.stderr.strip()}", next_step=_EXAMPLE)
+        is_shallow = git("rev-parse", "--is-shallow-repository") == "true"
+        raise UsageError(
+            f"there is no revision {revision!r}: {done.stderr.strip()}",
+            cause="this clone is shallow, as those of CI are"
+            if is_shallow
+            else "a typing error, or a branch that was not fetched",
+            next_step="git fetch --unshallow, or fetch-depth: 0 of actions/checkout"
+            if is_shallow
+            else "git branch --all and git log --oneline list those that are here",
+        )
     return done.stdout.strip()
 
 

@@ -9,6 +9,9 @@ from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.difference import Changes, PeakChange, StepChange
 from jaxremat.units import signed_gib
 
+#: The fewest bytes that aren't 0.000 GiB.
+_SHOWN = 2**30 / 2000
+
 
 def changes_report(changes: Changes, num_rows: int) -> Iterator[RenderableType]:
     """The tables and lines that show `changes`.
@@ -47,7 +50,12 @@ def changes_report(changes: Changes, num_rows: int) -> Iterator[RenderableType]:
 
 
 def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int) -> RenderableType:
-    """Where the bytes at the peak differ, the largest differences first."""
+    """Where the bytes at the peak differ, the largest differences first.
+
+    What differs by 0.000 GiB is counted below the rest, such as buffers that XLA has numbered anew.
+    """
+    num_shown = sum(abs(change.num_bytes[1] - change.num_bytes[0]) >= _SHOWN for change in found)
+    num_rows = min(num_rows, num_shown or num_rows)
     rows = [
         (
             change.category,
