@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxremat.config import ModelConfig, TrainConfig
+from jaxremat.config import ModelConfig, Quantized, TrainConfig
 from jaxremat.config.lora import LINEAR_LAYERS, parse_lora
 from jaxremat.errors import UsageError
 from jaxremat.mesh.sharding import RULES
@@ -23,6 +23,7 @@ from jaxremat.model.linear import NF4, dequantize, quantize, quantized_dot, with
 from jaxremat.model.param_axes import logical_axes
 from jaxremat.model.transformer import Decoder, param_shapes
 from jaxremat.model.weights import load_safetensors
+from jaxremat.policy.apply import remat
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.state import split_trained
 from jaxremat.policy.tree import combine, path_text
@@ -184,6 +185,20 @@ def test_a_text_that_is_no_adapter(text):
     with pytest.raises(UsageError) as caught:
         replace(BASE, lora=text)
     assert "--lora" in caught.value.got
+
+
+@pytest.mark.parametrize(("how", "policy", "num_matmuls"), [("nf4", "dots", 2), ("int8", "dots", 2), ("nf4", "nothing", 3)])
+def test_a_policy_of_matmuls_saves_those_of_a_quantized_kernel(how: Quantized, policy: str, num_matmuls: int):
+    """One of the forward and one of the backward pass, and the recomputed one."""
+    x, kernel = jax.ShapeDtypeStruct((8, 64), "float32"), jnp.zeros((64, 32))
+    codes, scales = jax.eval_shape(lambda: quantize(kernel, how, 1))
+
+    def loss(x: Any, codes: Any, scales: Any) -> Any:
+        layer = remat(lambda x: jnp.sin(quantized_dot(x, codes, scales, how, 1)), policy)
+        return layer(x).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(x, codes, scales))
+    assert text.count("dot_general[") == num_matmuls
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def quantized_dot(inputs: jax.Array, codes: jax.Array, scales: jax.Array, how: Q
         return _dot(inputs, dequantize(codes, scales, how, num_in, inputs.dtype), num_in)
 
     def forward(inputs: jax.Array, codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, Any]:
-        return dot(inputs, codes, scales), (codes, scales)
+        return _dot(inputs, dequantize(codes, scales, how, num_in, inputs.dtype), num_in), (codes, scales)
 
     def backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
         codes, scales = saved
