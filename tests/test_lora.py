@@ -209,6 +209,24 @@ def test_fields_that_do_not_go_together(changes):
         replace(BASE, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": "4"}, "rank 4 in all linear layers; alpha 8; frozen kernels in float32"),
+        ({"lora": "4:q*", "quantize_base": "nf4"}, "rank 4 in query; alpha 8; frozen kernels in nf4, and"),
+    ],
+)
+def test_the_heading_says_which_adapters_there_are(changes: dict[str, Any], said: str):
+    notes = decoder_workload(replace(BASE, **changes), TRAIN, 1, "xla").notes
+    assert said in notes[1]
+
+
+def test_a_flag_beside_a_file_is_the_cause_of_its_own_error():
+    with pytest.raises(UsageError) as caught:
+        hf_config("examples/configs/Qwen3-8B.json", lora="16:wrong")
+    assert caught.value.got == "--lora got 'wrong'"
+
+
 def test_a_model_of_ones_own_gets_the_lines_to_write():
     for fields in (ModelFlags(lora="16"), ModelFlags(lora="16", quantize_base="nf4")):
         with pytest.raises(UsageError) as caught:

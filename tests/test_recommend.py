@@ -10,7 +10,7 @@ import pytest
 from jaxremat.chips.tpu.device import tpu_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.price_file import read_prices
-from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of
+from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of, show
 from jaxremat.errors import UsageError
 from jaxremat.report.recommend import best_sentences, ranked
 from jaxremat.session.flags import RecommendFlags
@@ -178,6 +178,13 @@ def test_the_order():
     assert [one.cost_per_billion is not None for one in by_cost] == [True, True, False, False, False]
     assert [one.target for one in by_cost[:3]] == ["a100-80gb", "h100-80gb", "h200"]
     assert [bool(one.error) for one in by_cost] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(("base", "said"), [(None, "LoRA 16, sequence"), ("nf4", "LoRA 16 on nf4, sequence")])
+def test_the_title_has_the_adapters(base, said, capsys):
+    flags = parse_flags(RecommendFlags, ["--lora", "16", *(["--quantize-base", base] if base else [])], "recommend")
+    show(flags, [row({"dots": [step("dots", 100.0)]})], is_complete=True)
+    assert f"what to rent for m, {said}" in capsys.readouterr().out
 
 
 def test_how_many_are_the_best():

@@ -216,7 +216,9 @@ def show(flags: RecommendFlags, rows: Sequence[RecommendationRecord], *, is_comp
         return
     console = shared_screen().results
     numbers = {"sequence": next((row.seq_len for row in rows if row.seq_len), None), "global batch": flags.global_batch}
-    parts = [rows[0].model, *(f"{name} {number}" for name, number in numbers.items() if number)]
+    base = flags.fields.quantize_base or "none"
+    adapters = [f"LoRA {flags.fields.lora}{f' on {base}' if base != 'none' else ''}"] if flags.fields.lora else []
+    parts = [rows[0].model, *adapters, *(f"{name} {number}" for name, number in numbers.items() if number)]
     print_text(console, *best_sentences(rows, by_cost=by_cost, is_complete=is_complete))
     console.print()
     title = f"what to rent for {', '.join(parts)}"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from optax.contrib import MuonDimensionNumbers
 
 from jaxremat.config import ChunkedLoss, FullLoss, ModelConfig, TrainConfig, check, parse_loss
+from jaxremat.config.lora import LINEAR_LAYERS, parse_lora
 from jaxremat.errors import UnknownNameError
 from jaxremat.mesh.sharding import AnyMesh, tracing_on
 from jaxremat.model.data import batches, load_text, split_text, spread_tokens, text_hash
@@ -168,9 +169,15 @@ def decoder_workload(
 
 
 def _lora_notes(model: ModelConfig) -> Iterator[str]:
-    """What a person should know of the adapters of a model with experts."""
-    if model.lora and model.has_experts:
-        yield f"lora      experts have no adapters, and their frozen kernels are in {model.dtype}"
+    """What a person should know of the adapters of a model, and of what is frozen beside them."""
+    lora = parse_lora(model.lora)
+    if lora is None:
+        return
+    layers = ", ".join(lora.layers) if len(lora.layers) < len(LINEAR_LAYERS) else "all linear layers"
+    base = model.dtype if model.quantize_base == "none" else f"{model.quantize_base}, and what isn't linear in {model.dtype}"
+    yield f"lora      rank {lora.rank} in {layers}; alpha {model.lora_alpha:g}; frozen kernels in {base}"
+    if model.has_experts:
+        yield f"          experts have no adapters, and their frozen kernels are in {model.dtype}"
 
 
 #: The shapes of the parameters, which take a while to trace.

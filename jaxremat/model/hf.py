@@ -18,7 +18,7 @@ import msgspec
 
 from jaxremat.config import ModelConfig
 from jaxremat.config.rope import RopeScaling, rope_scaling_text
-from jaxremat.errors import UsageError, nearest
+from jaxremat.errors import UsageError, flag_of, nearest
 from jaxremat.model.families import FAMILIES, INERT, ONLY, Family
 from jaxremat.system.files import parse_json
 
@@ -145,6 +145,8 @@ def read_hf(path: str | Path, changes: Mapping[str, Any] | None = None) -> HfMod
     try:
         config = ModelConfig(**{"name": own_name, **values_of, **changes})
     except UsageError as error:
+        if any(error.got.startswith(f"{flag_of(name)} ") for name in changes):
+            raise
         raise UsageError(
             f"{file} and the flags beside it make no model: {error.got}",
             allowed=error.allowed,
