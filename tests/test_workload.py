@@ -128,6 +128,19 @@ def test_a_loss_that_is_no_float_scalar_is_rejected_when_traced(value):
     assert "loss" in caught.value.got
 
 
+@pytest.mark.parametrize(
+    "without",
+    [
+        lambda params, batch: (jnp.float32(loss(params, batch) < 1.0), loss(params, batch)),  # swapped
+        lambda params, batch: jnp.mean(batch["x"]),
+        lambda params, batch: jnp.float32(1.0),
+    ],
+)
+def test_a_loss_without_a_gradient_is_rejected(without):
+    with pytest.raises(UsageError, match="without a gradient"):
+        mlp(loss=without).abstract_result  # noqa: B018
+
+
 def test_arguments_with_a_default_are_not_the_key():
     assert not mlp(loss=lambda params, batch, scale=1.0: loss(params, batch)).takes_key
     assert mlp(loss=lambda params, batch, key=None: loss(params, batch)).takes_key

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxremat.errors import UsageError, reject
 from jaxremat.mesh.sharding import given_sharding
+from jaxremat.policy.jax_private import core
 from jaxremat.policy.spec import OWN, Policy
 from jaxremat.policy.state import shared_variable, split_trained
 from jaxremat.policy.tree import combine, path_text
@@ -320,11 +321,19 @@ class Workload:
         The loss is traced for it.
 
         Raises:
-            UsageError: the loss returns neither a float scalar nor `(float scalar, aux)`.
+            UsageError: the loss returns neither a float scalar nor `(float scalar, aux)`, or no parameter reaches it.
         """
         assert self.loss is not None
         loss = self.loss
-        return jax.eval_shape(lambda *args: loss_and_aux(loss(*args)), *self.loss_args)
+        traced, result = jax.make_jaxpr(lambda *args: loss_and_aux(loss(*args)), return_shape=True)(*self.loss_args)
+        if not _is_reached(traced.jaxpr, len(jax.tree.leaves(self.loss_args[0]))):
+            raise UsageError(
+                "Workload got a loss without a gradient: it isn't made of params, or of integers made of them",
+                allowed="a loss that floating-point operations make of params",
+                cause="a loss and its auxiliary value that are swapped, or a loss that closes over its parameters",
+                next_step="return loss, aux; and take the parameters from the first argument",
+            )
+        return result
 
     @property
     def loss_args(self) -> tuple[Any, ...]:
@@ -406,6 +415,22 @@ def loss_and_aux(found: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             "reduce the loss to a scalar, with jnp.mean for example",
         )
     return value, tuple(aux)
+
+
+def _is_reached(jaxpr: Any, num_params: int) -> bool:
+    """Whether the first result depends on one of the first arguments by floating-point values."""
+
+    def is_inexact(aval: Any) -> bool:
+        return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+    def floats(variables: Any) -> set[Any]:
+        return {var for var in variables if isinstance(var, core.Var) and is_inexact(var.aval)}
+
+    reached = floats(jaxpr.invars[:num_params])
+    for equation in jaxpr.eqns:
+        if not reached.isdisjoint(floats(equation.invars)):
+            reached |= floats(equation.outvars)
+    return not reached.isdisjoint(floats(jaxpr.outvars[:1]))
 
 
 def _shown(leaf: Any) -> str:
