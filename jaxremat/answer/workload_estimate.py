@@ -21,7 +21,7 @@ from jaxremat.mesh.sharding import param_shardings
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
-from jaxremat.policy.spec import Names, Policy
+from jaxremat.policy.spec import Names, Policy, Rule
 from jaxremat.trial.trials import Trials
 
 
@@ -71,11 +71,15 @@ def _is_in_experts(name: str) -> bool:
 
 
 def _allowed(layer: LayerEstimate, allows: Callable[[Policy], bool]) -> LayerEstimate:
-    """The estimate, of which a plan may choose what is allowed."""
+    """The estimate, of which a plan may choose what is allowed.
+
+    What can be saved and has no name is fused attention.
+    """
     values = tuple(
         replace(
             value,
-            saveable=value.saveable and v in layer.names and allows(Names(save=(layer.names[v],))),
+            saveable=value.saveable
+            and allows(Names((layer.names[v],)) if v in layer.names else Rule("nothing", attention=True)),
             offloadable=value.offloadable and v in layer.names and allows(Names(offload=(layer.names[v],))),
         )
         for v, value in enumerate(layer.problem.values)
