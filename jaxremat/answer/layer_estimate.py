@@ -27,8 +27,8 @@ from jaxremat.xla.without import moments_of
 
 #: Bytes below which a host transfer takes as long as an empty one would.
 _LEAST_OFFLOADED = 2**20
-#: Instructions up to which XLA compiles a program within a second or two for a GPU, and within seconds for a TPU.
-_SMALL, _SMALL_ON_TPU = 3000, 1500
+#: Instructions up to which XLA compiles a program within a second or two.
+_SMALL = 3000
 
 
 def estimate_function(
@@ -74,8 +74,7 @@ def cost_of(done: Compilation, speed: DeviceSpeed, kinds: Sequence[EqualLayers] 
     moments = moments_of(done, kinds) if done.dump and kinds else None
     num_instructions = sum(len(one.instructions) for one in done.module.computations.values())
     step_s = predict_step_time(done.module, speed).step_s
-    limit = _SMALL_ON_TPU if speed.cycles_per_s else _SMALL
-    return Cost(done.memory.total_bytes, step_s, moments, num_instructions <= limit)
+    return Cost(done.memory.total_bytes, step_s, moments, num_instructions <= _SMALL)
 
 
 def _without_small_transfers(problem: Problem) -> Problem:

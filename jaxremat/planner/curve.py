@@ -1,4 +1,7 @@
-"""Full remat by batch: bytes and seconds around the layers, on lines through few steps."""
+"""Full remat by batch: bytes and seconds of everything around the layers.
+
+They are read off straight lines through few compiled steps.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

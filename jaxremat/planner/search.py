@@ -60,7 +60,7 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
     """Compiles what promises the most, until no step is worth it. Yields after each compile.
 
     The layouts are a scan and the same layers, unrolled. The named policies are compiled in the faster one. What was compiled
-    before is known from the start. After `Steps.most_that_fit` steps that fit, the search ends, unless they are small.
+    before is known from the start. After `Steps.most_that_fit` steps that fit, the search ends.
     """
     searches = [Search(known, named or known.scanned is not None) for known in layouts]
     for known in layouts:
@@ -69,7 +69,7 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
                 known.add(policy, Place(loss, batch))
     steps = layouts[0].steps
     most = _num_fitting(layouts) + (steps.most_that_fit or math.inf)
-    while _num_fitting(layouts) < most or searches[0].is_small:
+    while _num_fitting(layouts) < most:
         ahead = max(searches, key=lambda search: best.speed if (best := search.known.best()) else 0.0)
         turns = [*((one, one.known.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
         found = next(((one.known, step) for one, has_named in turns if (step := one.next(has_named))), None)
@@ -276,10 +276,7 @@ class Search:
         if not self._near_left or known.best() not in here[-_PATIENCE:]:
             return None
         decisions = [one.decision for (_, at), one in known.own_choices().items() if at == place]
-        corrections = known.corrections(place)
-        if known.steps.most_that_fit:  # XLA rejects what doesn't fit in seconds
-            corrections = replace(corrections, budget_bytes=2**62)
-        found = near(known.layer_at(place.batch), known.steps.num_layers, corrections, decisions)
+        found = near(known.layer_at(place.batch), known.steps.num_layers, known.corrections(place), decisions)
         candidate = fastest(one for one in found if (one.policy, place) not in known.tried)
         if candidate is None:
             return None
@@ -330,14 +327,10 @@ class Search:
         return max(0, most - known.num_bases)
 
     @property
-    def is_small(self) -> bool:
-        """Whether XLA compiles each step so far in seconds."""
-        return all(step.cost.is_small for step in self.known.tried.values())
-
-    @property
     def _near_left(self) -> int:
         """How many further candidates near to compiled ones may be compiled."""
-        return _MAX_NEAR - self.num_near if self.is_small and not self.known.scanned else 0
+        is_small = all(step.cost.is_small for step in self.known.tried.values())
+        return _MAX_NEAR - self.num_near if is_small and not self.known.scanned else 0
 
     def most_left(self) -> int:
         """How many compiles are to come at most."""
