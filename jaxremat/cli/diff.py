@@ -125,9 +125,8 @@ def _stored(place: str) -> "list[Record]":
     try:
         text = Path(place).read_text()
     except (OSError, ValueError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"{place!r} can't be read as a store: {why}",
+            f"{place!r} can't be read as a store: {getattr(error, 'strerror', None) or error}",
             cause="another path, or a git revision, which needs -- and the flags of a run",
             next_step=_EXAMPLE,
         ) from None
@@ -211,16 +210,16 @@ def git(*words: str, revision: str = "") -> str:
     if done.returncode:
         if not revision:
             raise UsageError(f"this folder is in no git repository: {done.stderr.strip()}", next_step=_EXAMPLE)
-        is_shallow = git("rev-parse", "--is-shallow-repository") == "true"
-        raise UsageError(
-            f"there is no revision {revision!r}: {done.stderr.strip()}",
-            cause="this clone is shallow, as those of CI are"
-            if is_shallow
-            else "a typing error, or a branch that was not fetched",
-            next_step="git fetch --unshallow, or fetch-depth: 0 of actions/checkout"
-            if is_shallow
-            else "git branch --all and git log --oneline list those that are here",
+        cause, next_step = (
+            ("this clone is shallow, as those of CI are", "git fetch --unshallow, or fetch-depth: 0 of actions/checkout")
+            if git("rev-parse", "--is-shallow-repository") == "true"
+            else (
+                "a typing error, or a branch that was not fetched",
+                "git branch --all and git log --oneline list those that are here",
+            )
         )
+        got = f"there is no revision {revision!r}: {done.stderr.strip()}"
+        raise UsageError(got, cause=cause, next_step=next_step)
     return done.stdout.strip()
 
 

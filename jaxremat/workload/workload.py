@@ -328,7 +328,7 @@ class Workload:
         traced, result = jax.make_jaxpr(lambda *args: loss_and_aux(loss(*args)), return_shape=True)(*self.loss_args)
         if not _is_reached(traced.jaxpr, len(jax.tree.leaves(self.loss_args[0]))):
             raise UsageError(
-                "Workload got a loss without a gradient: it isn't made of params, or of integers made of them",
+                "Workload got a loss without a gradient: it doesn't depend on params, or only through integers",
                 allowed="a loss that floating-point operations make of params",
                 cause="a loss and its auxiliary value that are swapped, or a loss that closes over its parameters",
                 next_step="return loss, aux; and take the parameters from the first argument",
