@@ -1,7 +1,4 @@
-"""Full remat by batch: bytes and seconds of everything around the layers.
-
-They are read off straight lines through few compiled steps.
-"""
+"""Full remat by batch: bytes and seconds around the layers, on lines through few steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

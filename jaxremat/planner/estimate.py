@@ -209,10 +209,7 @@ class Candidate:
 
 
 def policy_of(layer: LayerEstimate, decision: Decision, attention: bool) -> LayerPolicy:
-    """The policy under which a layer saves what `decision` saves.
-
-    It saves fused attention too if `attention`.
-    """
+    """The policy that saves what `decision` saves, and fused attention if `attention`."""
     chosen = (decision.save, decision.offload)
     save, offload = (tuple(layer.names[v] for v in sorted(values) if v in layer.names) for values in chosen)
     return Names(save, offload, attention) if save or offload else Rule("nothing", attention)

@@ -97,6 +97,16 @@ class Known:
 
     # The compiled steps.
 
+    @property
+    def is_small(self) -> bool:
+        """Whether XLA has compiled or rejected each step so far within a second or two. True before the first one."""
+        return all(step.cost.is_small or step.cost.is_rejected for step in self.tried.values())
+
+    @property
+    def most_that_fit(self) -> int | None:
+        """How many steps that fit are compiled at most. None for no limit, as where each takes XLA seconds."""
+        return None if self.best() and self.is_small else self.steps.most_that_fit
+
     def add(self, policy: Policy, place: Place) -> Tried:
         """The step, compiled once. A full-remat step of a scan is a point of its curve."""
         if (policy, place) not in self.tried:
@@ -194,7 +204,7 @@ class Known:
         """All estimates of the layer. They may be other ones after a full-remat step."""
         first = self.once(("estimate", batch, self.num_bases), lambda: self.steps.layer_at(batch))
         # A compile that tells estimates apart may take minutes.
-        return (first,) if self.steps.most_that_fit else (first, *first.alternatives)
+        return (first,) if self.most_that_fit else (first, *first.alternatives)
 
     def _seen(self) -> Iterator[Seen]:
         """The compiled candidates beside the seconds that were foreseen."""

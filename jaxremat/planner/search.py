@@ -60,23 +60,22 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
     """Compiles what promises the most, until no step is worth it. Yields after each compile.
 
     The layouts are a scan and the same layers, unrolled. The named policies are compiled in the faster one. What was compiled
-    before is known from the start. After `Steps.most_that_fit` steps that fit, the search ends.
+    before is known from the start. After `Known.most_that_fit` steps that fit, the search ends.
     """
     searches = [Search(known, named or known.scanned is not None) for known in layouts]
     for known in layouts:
         for policy, loss, batch in known.steps.known:
             if batch in known.batches and known.steps.allows(policy):
                 known.add(policy, Place(loss, batch))
-    steps = layouts[0].steps
-    most = _num_fitting(layouts) + (steps.most_that_fit or math.inf)
-    while _num_fitting(layouts) < most:
+    first, num_known = layouts[0], _num_fitting(layouts)
+    while _num_fitting(layouts) - num_known < (first.most_that_fit or math.inf):
         ahead = max(searches, key=lambda search: best.speed if (best := search.known.best()) else 0.0)
         turns = [*((one, one.known.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
         found = next(((one.known, step) for one, has_named in turns if (step := one.next(has_named))), None)
         if found is None:
             return
-        if steps.most_that_fit is None:  # else, steps that are rejected in seconds are most of those that `most_left` counts
-            steps.expect(sum(one.most_left() for one in searches))
+        if first.most_that_fit is None:  # else, steps that are rejected in seconds are most of those that `most_left` counts
+            first.steps.expect(sum(one.most_left() for one in searches))
         known, step = found
         known.compile(step.policy, step.place, step.candidate)
         yield
@@ -219,20 +218,20 @@ class Search:
             return Proposal(NOTHING, place)
         curve = known.curves[place.loss]
         num_on_line = sum(point.batch > 0 and steps.fits(point.cost) for point in curve.points)
-        is_foreseen = num_on_line > 1 if steps.most_that_fit else curve.is_foreseen(place.batch)
+        is_foreseen = num_on_line > 1 if known.most_that_fit else curve.is_foreseen(place.batch)
         if not known.is_compiled(place) and not is_foreseen:
             last = curve.points[-1].batch  # a line that is nearly flat leads anywhere
             after = known.batches[min(bisect.bisect_right(known.batches, last), len(known.batches) - 1)]
             most = at_most(known.batches, max(after, _GROWTH * last))
             return Proposal(NOTHING, replace(place, batch=min(place.batch, most)))
         in_scan = known.layer_at(place.batch).in_scan
-        if (steps.most_that_fit or not in_scan) and self.named and (none := self._named(place, _SURELY_FITS)):
+        if (known.most_that_fit or not in_scan) and self.named and (none := self._named(place, _SURELY_FITS)):
             return none
         fits = {step.policy: step.cost.step_s for step in known.fitting(place)}
         here = [policy for policy, at in known.candidates if at == place]
         if not here and (in_scan or NONE not in fits) and (dispute := self._dispute()):
             return dispute
-        if len(here) == self._max_candidates or (steps.most_that_fit and fits.keys() & here):
+        if len(here) == self._max_candidates or (known.most_that_fit and fits.keys() & here):
             return None
         # The disputed step alone may raise all prices. What the layer's own prices promise is tried once all the same.
         priced = [known.priced_at(place.batch), *([] if here else [(known.estimate_at(place.batch), 0.0)])]
@@ -315,7 +314,7 @@ class Search:
     @property
     def _max_places(self) -> int:
         known = self.known
-        return 1 if known.scanned or len(known.batches) == 1 or known.steps.most_that_fit else _MAX_PLACES
+        return 1 if known.scanned or len(known.batches) == 1 or known.most_that_fit else _MAX_PLACES
 
     @property
     def _bases_left(self) -> int:
@@ -329,8 +328,7 @@ class Search:
     @property
     def _near_left(self) -> int:
         """How many further candidates near to compiled ones may be compiled."""
-        is_small = all(step.cost.is_small for step in self.known.tried.values())
-        return _MAX_NEAR - self.num_near if is_small and not self.known.scanned else 0
+        return _MAX_NEAR - self.num_near if self.known.is_small and not self.known.scanned else 0
 
     def most_left(self) -> int:
         """How many compiles are to come at most."""

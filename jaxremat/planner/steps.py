@@ -73,8 +73,8 @@ class Steps:
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
         allows: whether a plan may choose a policy.
         has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
-        most_that_fit: how many steps that fit are compiled at most, where such a compile takes minutes and XLA rejects other
-            steps in seconds. None for no limit.
+        most_that_fit: how many steps that fit are compiled at most, unless they are small, where such a compile takes minutes
+            and XLA rejects other steps in seconds. None for no limit.
         known: the policies, losses and batches of steps that were compiled before, for other rows of the same command.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
     """
