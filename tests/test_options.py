@@ -68,6 +68,7 @@ def test_the_user_s_flags_win(h100, monkeypatch):
         "xla_gpu_autotune_level": 0,
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_backend_optimization_level": 0,
     }
     assert compiler_options(replace(h100, compute_capability=(7, 5)))["xla_disable_hlo_passes"] == "rematerialization"
     monkeypatch.setenv("XLA_FLAGS", f"{TRITON} --xla_disable_hlo_passes=dce")
@@ -75,6 +76,7 @@ def test_the_user_s_flags_win(h100, monkeypatch):
         "xla_disable_hlo_passes": "dce,rematerialization,cublas-pad-for-gemms",
         "xla_gpu_autotune_level": 0,
         "xla_gpu_enable_dynamic_slice_fusion": False,
+        "xla_backend_optimization_level": 0,
     }
 
 
