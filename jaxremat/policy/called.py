@@ -17,7 +17,7 @@ import itertools
 import linecache
 import os.path
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxremat.policy.program import Equation
@@ -29,43 +29,51 @@ _CALL = ".__call__"
 _LINEN = os.path.join("flax", "linen", "module.py")
 
 
-class _Function(NamedTuple):
+class Function(NamedTuple):
     """A function: its file, its qualified name, and the line where it begins."""
 
     file: str
-    name: str
+    qualname: str
     start: int
+
+    @property
+    def name(self) -> str:
+        """What code wraps: the class of a module's call, or the function. Empty for a lambda."""
+        owner = self.qualname.removesuffix(_CALL)
+        name = owner.rpartition("." if owner != self.qualname else "<locals>.")[2]
+        return name if name.isidentifier() else ""
 
 
 class _Frame(NamedTuple):
-    function: _Function
+    function: Function
     line: int
 
 
-def called(layers: Sequence[Sequence[Equation]], others: Iterable[Equation]) -> str:
-    """The name of the class or function that each layer is one call of.
+def called(layers: Sequence[Sequence[Equation]]) -> Function | None:
+    """The function that each layer is one call of, for a class its `__call__`.
 
-    Empty where the lines don't prove that: other operations come from the function too, it may have several layers, the layers
-    begin inside a call, its code isn't the user's, or a traceback is missing.
+    None where the lines don't prove that: a call may have several layers, the layers begin inside a call, its code isn't the
+    user's, or a traceback is missing. Other operations may come from the function, too.
 
     Args:
         layers: the equations of each layer.
-        others: the other equations of the program.
     """
     chains = [[_frames(equation) for equation in layer] for layer in layers]
     depth = _depth([chain for layer in chains for chain in layer])
     if not depth:
-        return ""
+        return None
     function = chains[0][0][depth].function
     lines, *others_lines = {frozenset(chain[depth].line for chain in layer) for layer in chains}
-    elsewhere = any(frame.function == function for equation in others for frame in _frames(equation))
-    if others_lines or elsewhere or not all(map(_comes_once, chains)) or not _runs_once(function, lines):
-        return ""
-    owner = function.name.removesuffix(_CALL)
-    if owner == function.name and any(is_linens(equation) for layer in layers for equation in layer):
-        return ""  # a function that calls modules of Linen can't have a checkpoint of JAX
-    name = owner.rpartition("." if owner != function.name else "<locals>.")[2]
-    return name if name.isidentifier() else ""
+    if not function.name or others_lines or not all(map(_comes_once, chains)) or not _runs_once(function, lines):
+        return None
+    if not function.qualname.endswith(_CALL) and any(is_linens(equation) for layer in layers for equation in layer):
+        return None  # a function that calls modules of Linen can't have a checkpoint of JAX
+    return function
+
+
+def comes_from(equation: Equation, function: Function) -> bool:
+    """Whether an operation was traced in a call of a function."""
+    return any(frame.function == function for frame in _frames(equation))
 
 
 def is_linens(equation: Equation) -> bool:
@@ -104,10 +112,10 @@ def _frames(equation: Equation) -> tuple[_Frame, ...]:
     """The frames of an equation, the outermost first, with those of the calls around it."""
     tracebacks = dict.fromkeys((*equation.called_at, equation.traceback))
     frames = (frame for traceback in tracebacks if traceback for frame in reversed(traceback.frames))
-    return tuple(_Frame(_Function(f.file_name, f.function_name, f.function_start_line), f.line_num) for f in frames)
+    return tuple(_Frame(Function(f.file_name, f.function_name, f.function_start_line), f.line_num) for f in frames)
 
 
-def _runs_once(function: _Function, lines: frozenset[int]) -> bool:
+def _runs_once(function: Function, lines: frozenset[int]) -> bool:
     """Whether a call of the user's function runs these lines once.
 
     It doesn't if one loop holds them all. A single line may also call the same function twice.

@@ -7,12 +7,13 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
 from jaxremat.errors import UsageError
+from jaxremat.policy.called import Function
 from jaxremat.policy.found import Kind
 from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_private import core, is_checkpoint
@@ -118,16 +119,40 @@ def _named_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], wr
     names, lines, taken = [kind.names_alone() for kind in kinds], list[str](), set[str]()
     if not set().union(*names).issuperset(policy.names()):
         return []
+    parts = dict[Kind, Policy]()
     for kind, alone in zip(kinds, names, strict=True):
         own = {name: alone[name] for name in policy.names() if name in alone}
-        called = kind.called()
-        if not all(own.values()) or not (kind.module or called or written.issuperset(own)) or called in taken:
+        if not all(own.values()) or not (kind.module or kind.called() or written.issuperset(own)):
             return []
-        part = policy.map_layers(lambda of_layer, own=own: of_layer.renamed(own))
-        target = _target(framework, called, kind.module if kinds[1:] else "", taken)
-        code = _named_code(part, framework, kind, target).splitlines()
-        lines += [f"{line}  # {kind.label}" for line in code] if kinds[1:] else code
+        parts[kind] = policy.map_layers(lambda of_layer, own=own: of_layer.renamed(own))
+    for name, same in _wrapped(parts):
+        if name in taken:
+            return []
+        target = _target(framework, name, same[0].module if kinds[1:] else "", taken)
+        code = _named_code(parts[same[0]], framework, same[0], target).splitlines()
+        comment = f"  # {'; '.join(kind.label for kind in same)}" if len(same) < len(kinds) else ""
+        lines += [f"{line}{comment}" for line in code]
     return lines
+
+
+def _wrapped(parts: Mapping[Kind, Policy]) -> Iterator[tuple[str, list[Kind]]]:
+    """The name of each class or function to wrap, with its kinds of layers.
+
+    The name is empty where it isn't known. Kinds that are calls of one function have one line, where they have one policy. Else
+    each module has a line of its own. The name comes twice where layers that aren't modules would need that.
+
+    Args:
+        parts: the policy of each kind.
+    """
+    by_function = dict[Function | Kind, list[Kind]]()
+    for kind in parts:
+        by_function.setdefault(kind.called() or kind, []).append(kind)
+    for function, same in by_function.items():
+        name = function.name if isinstance(function, Function) else ""
+        if len({(parts[kind], kind.in_scan) for kind in same}) == 1:
+            yield name, same
+        else:
+            yield from (("" if all(one.module for one in same) else name, [kind]) for kind in same)
 
 
 def _target(framework: Framework, called: str, module: str, taken: set[str]) -> str:

@@ -103,6 +103,13 @@ class Level:
         for n, level in self.inside.items():
             yield from level.levels(is_mapped or self.facts.program.equations[n].kind == "shard_map")
 
+    def others(self, own: Set[Equation]) -> Iterator[Equation]:
+        """The operations that aren't in `own`, those inside scans and checkpoints included."""
+        for n, equation in enumerate(self.facts.program.equations):
+            if equation not in own:
+                yield equation
+                yield from self.inside[n].others(own) if n in self.inside else _inside(equation)
+
     def frozen(self, inputs: Set[int]) -> "Iterator[tuple[Level, Set[int]]]":
         """This level and those inside it, each with its values made of frozen parameters alone.
 
@@ -185,6 +192,13 @@ def read_frozen(equation: Equation, program: Program, frozen: Set[int]) -> Set[i
 def inner_program(equation: Equation) -> Program:
     """The program that an equation calls."""
     return flatten(callee(equation.eqn))
+
+
+def _inside(equation: Equation) -> Iterator[Equation]:
+    """The operations inside a scan or a checkpoint."""
+    for inner in inner_program(equation).equations if equation.kind in ("scan", "checkpoint") else ():
+        yield inner
+        yield from _inside(inner)
 
 
 def _called_level(facts: Facts, n: int, wanted: _Wanted) -> Level | None:

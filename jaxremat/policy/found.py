@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.policy.called import Function
 from jaxremat.policy.names import NamedValue, named_values
 from jaxremat.units import gib
 
@@ -61,8 +62,8 @@ class Kind:
         frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
         module: the named scope that each layer is all of, as a module's call is, traced as the module alone is. Empty for other
             layers.
-        called: gives the class or function of which each layer is one call, by the lines where its operations were traced. Empty
-            for other layers.
+        called: gives the function of which each layer is one call, by the lines where its operations were traced. Of a class it
+            is `__call__`. Other kinds may be calls of it too, and nothing else is. None for other layers.
         names_alone: gives, by checkpoint name of a value, the name that it has where the layer is named alone. That is empty
             where layers of the kind differ in it.
     """
@@ -78,7 +79,7 @@ class Kind:
     others: tuple[Variant, ...] = ()
     frozen: frozenset[int] = frozenset()
     module: str = ""
-    called: Callable[[], str] = str
+    called: Callable[[], Function | None] = lambda: None
     names_alone: Callable[[], Mapping[str, str]] = dict
 
     def values(self) -> Counter[NamedValue]:

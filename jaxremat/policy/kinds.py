@@ -7,7 +7,7 @@ block, so that one policy serves them all. Where a program has several kinds of 
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
-from jaxremat.policy.called import called, is_linens, users_lines
+from jaxremat.policy.called import Function, called, comes_from, is_linens, users_lines
 from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
@@ -71,23 +71,24 @@ class _Group:
         return {next(i for i in self.places if exact[i] == one): n for one, n in Counter(exact.values()).most_common()}
 
     @functools.cached_property
-    def called(self) -> str:
-        """`Kind.called`. Layers that `vmap` maps have none, as they have no `Kind.module`.
+    def called(self) -> Function | None:
+        """The function that each layer is one call of, which other layers may call too.
 
-        Each operation of a mapped layer is mapped. A layer may itself map some, as attention does.
+        Layers that `vmap` maps have none, as they have no `Kind.module`. Each operation of a mapped layer is mapped. A layer may
+        itself map some, as attention does.
         """
         equations = self.level.facts.program.equations
         around = equations[self.stack.span.start]
-        if self.stack.in_scan:
-            layers, others = [_body(self)], []
-        else:
-            layers = [equations[r.start : r.stop] for r in map(self.stack.layers.__getitem__, self.places)]
-            own = {equation for layer in layers for equation in layer}
-            others = [equation for equation in equations if equation not in own]
+        layers = [_body(self)] if self.stack.in_scan else [equations[r.start : r.stop] for r in self.ranges]
         are_mapped = [all(is_transformed(equation.name_stack) for equation in layer) for layer in layers]
         if self.in_transform or any(are_mapped) or (self.stack.in_scan and is_transformed(around.name_stack)):
-            return ""
-        return called(layers, others)
+            return None
+        return called(layers)
+
+    @property
+    def ranges(self) -> list[range]:
+        """The equations of each layer. Those of a scan are the one of the scan."""
+        return [self.stack.layers[i] for i in self.places]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,7 @@ class LayerKinds:
     """The kinds of layers of a searched program."""
 
     groups: tuple[_Group, ...]
+    whole: Level
 
     def layer(self, level: Level, stack: Stack, i: int) -> Layer:
         """Layer number `i` of a stack."""
@@ -154,6 +156,20 @@ class LayerKinds:
         times = Counter(name for names in self._authors_names_by_group for name in names)
         return frozenset(name for name, count in times.items() if count > 1)
 
+    @functools.cached_property
+    def _called(self) -> dict[_Group, Function | None]:
+        """`Kind.called` of each group."""
+        by_function = dict[Function, list[_Group]]()
+        for group in self.groups:
+            if group.called:
+                by_function.setdefault(group.called, []).append(group)
+        called = dict[_Group, Function | None].fromkeys(self.groups)
+        for function, groups in by_function.items():
+            own = {e for g in groups for r in g.ranges for e in g.level.facts.program.equations[r.start : r.stop]}
+            if not any(comes_from(other, function) for other in self.whole.others(own)):
+                called.update(dict.fromkeys(groups, function))
+        return called
+
     def _kind(self, group: _Group, label: str) -> Kind:
         stack = group.stack
         layer, *others = [self.layer(group.level, stack, i) for i in group.variants]
@@ -168,7 +184,7 @@ class LayerKinds:
             prefix=layer.prefix,
             frozen=self._frozen(group),
             module=_module(group),
-            called=lambda: group.called,
+            called=lambda: self._called[group],
             names_alone=functools.partial(self._names_alone, group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
@@ -183,7 +199,7 @@ class LayerKinds:
             layer = self.layer(group.level, group.stack, i)
             written = all_written_names((e.eqn for e in layer.piece.program.equations), not group.is_mapped)
             args = layer.piece.args
-            alone = [piece.run for piece in _alone(group, i, layer)]
+            alone = [piece.run for piece in _alone(group, i, layer, self._called)]
             own = {} if group.is_mapped else names_alone(layer.piece.run, args, layer.prefix, self._shared_names, alone)
             names.append(own | {name: name for name in written})
         first, *others = names
@@ -232,7 +248,7 @@ def layer_kinds(level: Level, frozen: Set[int] = frozenset()) -> LayerKinds:
         taken.add(name)
         prefix = f"{name}/" if len(found) > 1 else ""
         groups.append(_Group(inner, stack, places, prefix, is_mapped, parent, frozen_in[inner], inner in transformed))
-    return LayerKinds(tuple(groups))
+    return LayerKinds(tuple(groups), level)
 
 
 def _transformed(level: Level) -> Iterator[Level]:
@@ -379,19 +395,22 @@ def _shared(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     return first
 
 
-def _alone(group: _Group, i: int, layer: Layer) -> list[Piece]:
+def _alone(group: _Group, i: int, layer: Layer, called: Mapping[_Group, Function | None]) -> list[Piece]:
     """Layer number `i` in the scopes in which it is traced alone, in each way that is possible.
 
     Its call is in the scopes that all its operations are in, but for those that it opens itself. A module of Linen opens one, the
-    last. Else nothing is known but that a scope of operations outside of the layers is around the call.
+    last. It may be a module of which several kinds of layers are calls, or of a larger one that is of one kind. Else nothing is
+    known but that a scope of operations outside of the layers is around the call.
     """
-    program, stack = group.level.facts.program, group.stack
+    program, stack, function = group.level.facts.program, group.stack, called[group]
     place = stack.layers[i]
     piece = Piece(inner_program(program.equations[place.start])) if stack.in_scan else cut(program, place.start, place.stop)
     own = _shared([path_of(equation) for equation in piece.program.equations])
-    if any(is_linens(equation) for equation in piece.program.equations) and (group.called or _module(group)):
-        around = [max(len(own) - 1, 0) if group.called else len(stack.parent)]
-    elif group.called:
+    if any(is_linens(equation) for equation in piece.program.equations) and (function or _module(group)):
+        is_shared = sum(other == function for other in called.values()) > 1
+        around = [max(len(own) - 1, 0)] * bool(function)
+        around += [len(stack.parent)] * (is_shared or not function)
+    elif function:
         layers = {n for one in group.level.stacks for n in range(one.span.start, one.span.stop)}
         others = [] if stack.in_scan else [e for n, e in enumerate(program.equations) if n not in layers]
         around = range(max((len(_shared((own, path_of(e)))) for e in others), default=0), len(own) + 1)
