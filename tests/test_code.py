@@ -176,7 +176,7 @@ def test_the_code_takes_the_bytes_of_the_policy(h100):
 
 @pytest.mark.full
 def test_the_code_of_a_scan_s_body_takes_the_bytes_of_the_policy(h100):
-    """It has no barriers, as `with_policy` has none there. A policy of several layers has no code."""
+    """It has no barriers, as `with_policy` has none there. A policy of several layers replaces the scan."""
 
     def loss(code: str, ws: jax.Array, x: jax.Array) -> jax.Array:
         layer = pasted(code, layer=lambda w, x: x + checkpoint_name(jnp.tanh(x @ w), "hidden") @ w.T, jax=jax)["layer"]
@@ -192,11 +192,11 @@ def test_the_code_of_a_scan_s_body_takes_the_bytes_of_the_policy(h100):
     assert got == want
     as_written = functools.partial(loss, "")
     assert code_of("save:hidden", as_written, *args) == tuple(code.splitlines())
-    assert code_of("every:2", as_written, *args) == ()
+    assert code_of("every:2", as_written, *args) == ('x = jaxremat.scan_layers(layer, params, x, policy="every:2")',)
     for framework in ("linen", "nnx", "equinox"):
         assert "prevent_cse=False" in as_code("dots", framework, in_scan=True)
     with pytest.raises(UsageError, match="one body"):
-        as_code("every:2", "jax", NUM, in_scan=True)
+        as_code("every:2", "nnx", NUM, in_scan=True)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,9 @@ def test_policies_that_repeat_are_written_once(policy, policies):
 
 
 def test_groups_of_linen_s_modules_are_jaxremat_s_own_layers():
-    assert as_code("every:2", "linen", NUM) == 'layers = jaxremat.Layers(Block(...), num_layers=4, policy="every:2")'
+    line = 'layers = jaxremat.Layers(Block(...), num_layers=4, policy="every:2"'
+    assert as_code("every:2", "linen", NUM) == f"{line}, scan=False)"
+    assert as_code("every:2", "linen", NUM, in_scan=True) == f"{line})"
 
 
 def test_offloading_is_jax_s_own_policy():
@@ -383,7 +385,8 @@ def test_each_kind_of_layers_has_a_line_with_its_part_of_the_policy(policy):
         for one in (jaxremat.with_policy(loss, policy), pasted_into_both((*lines,)))
     )
     assert got == want
-    assert code_of("2*nothing|2*save:encoder/tanh", loss, params, X) == ()
+    lines = code_of("2*nothing|2*save:encoder/tanh", loss, params, X)
+    assert [line.partition(" = ")[0] for line in lines if line[0] != "#"] == ["policies", "Encoders", "decoders"]
 
 
 @pytest.mark.full

@@ -49,15 +49,16 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
         framework: `jax`, `linen`, `nnx`, `equinox` or `maxtext`.
         num_layers: the number of layers, for policies of several.
         in_scan: whether the layer is the body of a scan (`jax.lax.scan`, `nn.scan`). Its checkpoint then takes
-            `prevent_cse=False`: XLA can't merge the recompute of a loop with its forward pass, and barriers prevent fusions.
+            `prevent_cse=False`: XLA can't merge the recompute of a loop with its forward pass, and barriers prevent fusions. For
+            a policy of several layers, `jaxremat.scan_layers` or `jaxremat.Layers` takes the scan's place.
 
     Returns:
         The code. Empty for `none` and `own`, which wrap nothing.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers.
-        UsageError: an unknown framework, a policy that MaxText's config can't say, or a policy of several layers in a scan, which
-            would have to be split.
+        UsageError: an unknown framework, a policy that MaxText's config can't say, or a policy of several layers in a scan over
+            modules of NNX or Equinox, which would have to be split.
     """
     policy = as_policy(policy)
     if framework not in get_args(Framework):
@@ -65,12 +66,10 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     if framework == "maxtext":
         return "\n".join(_maxtext_lines(policy))
     group = policy.layers(num_layers)
-    if in_scan and is_of_several(policy):
-        raise UsageError(f"a scan has one body, and {policy} is of several layers", next_step="with_policy splits the scan")
+    if _is_stacked(policy, framework, in_scan):
+        return _stacked(policy, framework, num_layers, in_scan, _WRAPPED[framework][0], "layers")
     if all(one.is_none for one in group) and not policy.recomputes_groups:
         return ""
-    if policy.recomputes_groups and framework == "linen":  # a group of Linen's modules would be a module of its own
-        return f'layers = jaxremat.Layers(Block(...), num_layers={num_layers}, policy="{policy}")'
     target, wrapped, called = _WRAPPED[framework]
     wrapped = wrapped.replace("policy=", "prevent_cse=False, policy=") if in_scan else wrapped
     lines = [_BEFORE[framework]] if _BEFORE[framework] else []
@@ -90,10 +89,28 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
         return "\n".join([*lines, f"{target} = {wrapped.format(target, group[0].expression())}"])
     policies = ["None" if one.is_none else one.expression() for one in group]
     plain = f"{target} if policy is None else " if "None" in policies else ""
-    return "\n".join([*lines, *_each_its_own(policies, target, plain + wrapped.format(target, "policy"), num_layers)])
+    return "\n".join([*lines, *_each_its_own(policies, f"{target}s", plain + wrapped.format(target, "policy"), num_layers)])
 
 
-def _each_its_own(policies: Sequence[str], target: str, wrapped: str, num_layers: int) -> tuple[str, str]:
+def _is_stacked(policy: Policy, framework: Framework, in_scan: bool) -> bool:
+    """Whether the code runs all layers, under a policy of several of them.
+
+    A group of Linen's modules would be a module of its own.
+    """
+    return is_of_several(policy) and (in_scan or (policy.recomputes_groups and framework == "linen"))
+
+
+def _stacked(policy: Policy, framework: Framework, num_layers: int, in_scan: bool, target: str, layers: str) -> str:
+    """The line that runs all layers in jaxremat's own stack."""
+    if framework == "linen":
+        unrolled = ", scan=False" * (not in_scan)
+        return f'{layers} = jaxremat.Layers({target}(...), num_layers={num_layers}, policy="{policy}"{unrolled})'
+    if framework == "jax":
+        return f'x = jaxremat.scan_layers({target}, params, x, policy="{policy}")'
+    raise UsageError(f"a scan has one body, and {policy} is of several layers", next_step="with_policy splits the scan")
+
+
+def _each_its_own(policies: Sequence[str], layers: str, wrapped: str, num_layers: int) -> tuple[str, str]:
     """The lines of layers that follow `policies` again and again.
 
     Neighbours of one policy are written once. For 12 layers, the first of each 6 with another policy than the other 5:
@@ -101,38 +118,78 @@ def _each_its_own(policies: Sequence[str], target: str, wrapped: str, num_layers
         policies = 2 * (["nothing"] + 5 * ["save:hidden"])
         layers = [jaxremat.remat(layer, policy) for policy in policies]
     """
-    parts, times = list[str](), num_layers // len(policies)
+    parts, times = list[str](), -(-num_layers // len(policies))
     runs = [(text, len([*same])) for text, same in itertools.groupby(policies)]
     for is_one, some in itertools.groupby(runs, key=lambda run: run[1] == 1):
         once, repeated = zip(*((text, f"{n} * [{text}]") for text, n in some), strict=True)
         parts += [f"[{', '.join(once)}]"] if is_one else repeated
     listed = " + ".join(parts)
     listed = listed if times == 1 else f"{times} * ({listed})" if parts[1:] else f"{times} * {listed}"
-    return f"policies = {listed}", f"{target}s = [{wrapped} for policy in policies]"
+    listed = f"({listed})[:{num_layers}]" if num_layers % len(policies) else listed
+    return f"policies = {listed}", f"{layers} = [{wrapped} for policy in policies]"
 
 
-def _named_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], written: set[str]) -> list[str]:
-    """A policy as code in which jaxremat names the values of layers, of each kind by itself.
+def _parts(policy: Policy, kinds: Sequence[Kind], written: set[str]) -> dict[Kind, Policy]:
+    """The policy of each kind of layers, with the names that the values of a layer have alone.
 
     Empty where a layer isn't one module, or where layers of a kind have no name in common for a value.
     """
-    names, lines, taken = [kind.names_alone() for kind in kinds], list[str](), set[str]()
+    names, parts = [kind.names_alone() for kind in kinds], dict[Kind, Policy]()
     if not set().union(*names).issuperset(policy.names()):
-        return []
-    parts = dict[Kind, Policy]()
+        return {}
     for kind, alone in zip(kinds, names, strict=True):
         own = {name: alone[name] for name in policy.names() if name in alone}
         if not all(own.values()) or not (kind.module or kind.called() or written.issuperset(own)):
-            return []
+            return {}
         parts[kind] = policy.map_layers(lambda of_layer, own=own: of_layer.renamed(own))
+    return parts
+
+
+def _named_lines(framework: Framework, parts: Mapping[Kind, Policy]) -> list[str]:
+    """The policies of kinds of layers as code in which jaxremat names the values."""
+    lines, taken = list[str](), set[str]()
     for name, same in _wrapped(parts):
         if name in taken:
             return []
-        target = _target(framework, name, same[0].module if kinds[1:] else "", taken)
+        target = _target(framework, name, same[0].module if len(parts) > 1 else "", taken)
         code = _named_code(parts[same[0]], framework, same[0], target).splitlines()
-        comment = f"  # {'; '.join(kind.label for kind in same)}" if len(same) < len(kinds) else ""
+        comment = f"  # {'; '.join(kind.label for kind in same)}" if len(same) < len(parts) else ""
         lines += [f"{line}{comment}" for line in code]
     return lines
+
+
+def _lines_of_several(framework: Framework, parts: Mapping[Kind, Policy]) -> list[str]:
+    """Policies of several layers as code, for several kinds of layers or for scans.
+
+    Names are those of lists, and each kind has a list of its own.
+    """
+    lines, taken = list[str](), set[str]()
+    for kind, policy in parts.items():
+        function, num_layers = kind.called(), kind.num_layers
+        target = function.name if function else _target(framework, "", kind.module if len(parts) > 1 else "", set())
+        is_stacked = _is_stacked(policy, framework, kind.in_scan)
+        layers = _target("jax", "", f"{(target.lower() if is_stacked else target).removesuffix('s')}s", taken)
+        if is_stacked:
+            code = [_stacked(policy, framework, num_layers, kind.in_scan, target, layers)]
+        elif policy.recomputes_groups:
+            code = as_code(policy, framework, num_layers).splitlines()
+        else:
+            policies = [f'"{one}"' for one in policy.layers(num_layers)]
+            code = _each_its_own(policies, layers, f"jaxremat.remat({target}, policy)", num_layers)
+        lines += [f"# {kind.label}:", *code] if len(parts) > 1 else code
+    return lines
+
+
+def _why_no_lines(policy: Policy, framework: Framework, kinds: Sequence[Kind], unwritten: Sequence[str]) -> str:
+    """Why a policy of several layers has no code for these layers. Empty where it has."""
+    if not all(kind.is_stack for kind in kinds if not kind.in_scan):
+        return f"layers of several kinds follow one another, and {policy} counts them together"
+    if framework in ("nnx", "equinox") and any(kind.in_scan for kind in kinds):
+        return f"a scan has one body for all its layers, and {policy} is of several"
+    if not all(kind.is_stack for kind in kinds):
+        return f"the scan does more than run layers over their parameters, and {policy} is of several"
+    in_groups = policy.recomputes_groups and framework != "linen" and not all(kind.in_scan for kind in kinds)
+    return f"{policy} wraps groups of layers, and nobody named {', '.join(unwritten)}" if in_groups and unwritten else ""
 
 
 def _wrapped(parts: Mapping[Kind, Policy]) -> Iterator[tuple[str, list[Kind]]]:
@@ -181,7 +238,7 @@ def _named_code(policy: Policy, framework: Framework, kind: Kind, target: str) -
     if len(texts) == 1:
         return f"{target} = jaxremat.remat({target}, {texts[0]}{more})"
     wrapped = f"jaxremat.remat({target}, policy{more})"
-    return "\n".join(_each_its_own(texts, target, wrapped, num_layers))
+    return "\n".join(_each_its_own(texts, f"{target}s", wrapped, num_layers))
 
 
 def is_of_several(policy: Policy) -> bool:
@@ -204,8 +261,8 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     """The lines of `as_code` for a loss, in the framework that its author wrote it with.
 
     The framework is that of the classes in the first argument's tree, or else of the first operation that one of its modules
-    traces, or else `jax`. There are no lines for a policy of several layers in a scan, which would have to be split, nor for one
-    where there are several kinds of layers.
+    traces, or else `jax`. Of a policy of several layers, each kind of layers has lines of its own. Where a framework has none, as
+    for a scan over modules of NNX, which would have to be split, a comment says so.
 
     The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module, or of
     a class or function of which each layer is one call (`called.py`). It is a line for each kind of layers, with the names that
@@ -223,8 +280,6 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
         function: the loss, without a policy.
         *args: its arguments, arrays or shapes.
     """
-    if is_of_several(policy) and (kinds[1:] or any(kind.in_scan for kind in kinds)):
-        return ()
     num_layers, in_scan = kinds[0].num_layers if kinds else 1, bool(kinds) and all(kind.in_scan for kind in kinds)
     program = jax.make_jaxpr(function)(*args)
     written = {*all_written_names(program.eqns)}
@@ -235,12 +290,16 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
     framework = _MODULES.get(next(modules, ""), "jax")
     replaced = ("# In place of the model's own checkpoints:",) * any(map(is_checkpoint, _equations(program.jaxpr)))
-    if not unwritten:
+    is_of_many = is_of_several(policy) and (bool(kinds[1:]) or in_scan)
+    if is_of_many and (why := _why_no_lines(policy, framework, kinds, unwritten)):
+        return (f"# There is no such code: {why}. The line with with_policy is the code to paste.",)
+    if not unwritten and not is_of_many:
         lines = as_code(policy, framework, num_layers, in_scan=in_scan).splitlines()
         return (*replaced, *lines) if lines else ()
     by_name = f"# {_WRAPPED[framework][1].partition('(')[0]} saves by name what jax.ad_checkpoint.checkpoint_name named, and"
-    if lines := _named_lines(policy, framework, kinds, written):
-        return f"{by_name} jaxremat names each value:", *replaced, *lines
+    parts = _parts(policy, kinds, written)
+    if lines := (_lines_of_several if is_of_many else _named_lines)(framework, parts):
+        return *([f"{by_name} jaxremat names each value:"] if unwritten else ()), *replaced, *lines
     return (
         f"{by_name} nobody named {', '.join(unwritten)}.",
         "# Name them where they are made (jaxremat run --list names has the lines), and ask again for the policy.",

@@ -64,6 +64,8 @@ class Kind:
             layers.
         called: gives the function of which each layer is one call, by the lines where its operations were traced. Of a class it
             is `__call__`. Other kinds may be calls of it too, and nothing else is. None for other layers.
+        is_stack: whether a policy of several layers counts these layers alone, and they do no more than hand on what the next one
+            reads: a scan also has no other results.
         names_alone: gives, by checkpoint name of a value, the name that it has where the layer is named alone. That is empty
             where layers of the kind differ in it.
     """
@@ -80,6 +82,7 @@ class Kind:
     frozen: frozenset[int] = frozenset()
     module: str = ""
     called: Callable[[], Function | None] = lambda: None
+    is_stack: bool = True
     names_alone: Callable[[], Mapping[str, str]] = dict
 
     def values(self) -> Counter[NamedValue]:

@@ -185,6 +185,7 @@ class LayerKinds:
             frozen=self._frozen(group),
             module=_module(group),
             called=lambda: self._called[group],
+            is_stack=_is_stack(group),
             names_alone=functools.partial(self._names_alone, group),
             others=tuple(
                 Variant(num_layers, _refused if group.is_mapped else self.named(other), other.piece.args)
@@ -364,6 +365,15 @@ def _module(group: _Group) -> str:
     scopes = zip(stack.scopes, stack.layers, strict=True) if stack.scopes else ()
     are_modules = [_is_within(equations[layer.start : layer.stop], (*stack.parent, scope)) for scope, layer in scopes]
     return _short_name(stack, group.places) if are_modules and all(are_modules) else ""
+
+
+def _is_stack(group: _Group) -> bool:
+    """`Kind.is_stack`."""
+    stack = group.stack
+    if not stack.in_scan:
+        return len(group.places) == len(stack.layers)
+    eqn = group.level.facts.program.equations[stack.span.start].eqn
+    return stack.found_by == "scan" and not eqn.params["reverse"] and len(eqn.outvars) == num_operands(eqn)[1]
 
 
 def _body(group: _Group) -> Sequence[Equation]:
