@@ -1,6 +1,7 @@
 """Layers that are one call of a class or function are told by their lines, and the pasted line saves what the policy saves."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +196,11 @@ CALLS["scanned linen"] = (scanned_linen_loss, Linens, shapes(scanned_linen_net(L
 @pytest.mark.parametrize("case", [*CALLS, "equinox"])
 def test_the_line_of_a_class_or_function_saves_what_the_policy_saves(case):
     loss_with, of_layer, params = CALLS[case] if case in CALLS else equinox_case()
-    loss = functools.partial(loss_with, of_layer)
+    line_saves(functools.partial(loss_with, of_layer), params, loss_with, of_layer, params)
+
+
+def line_saves(loss: Loss, params: Any, loss_with: Any, of_layer: Any, params_pasted: Any) -> str:
+    """Asserts that the line of a loss, pasted into `loss_with`, saves what the policy saves. Returns the comment before it."""
     found = jaxremat.find_layers(loss, params, X)
     (kind,) = found.kinds
     name = of_layer.__name__
@@ -203,19 +208,86 @@ def test_the_line_of_a_class_or_function_saves_what_the_policy_saves(case):
     values = [value.name for value in found.values()]
     chosen = [values[0], values[len(values) // 2], values[-2]]
     policy, alone = f"save:{','.join(chosen)}", ",".join(map(kind.names_alone().__getitem__, chosen))
-    comment, line = code_for(parse(policy), found.kinds, loss, params, X)
-    assert comment.startswith("# ")
+    *comments, line = code_for(parse(policy), found.kinds, loss, params, X)
+    assert all(comment.startswith("# ") for comment in comments)
     assert line == f'{name} = jaxremat.remat({name}, "save:{alone}"{", in_scan=True" * kind.in_scan})'
     scope = {name: of_layer, "jaxremat": jaxremat}
     exec(line, scope)  # the code is ours
     want, got = (
         sorted(
             (value.kind, value.num_bytes)
-            for value in saved_values(jax.make_jaxpr(jax.grad(one, allow_int=True))(params, X)).values
+            for value in saved_values(jax.make_jaxpr(jax.grad(one, allow_int=True))(of_one, X)).values
         )
-        for one in (jaxremat.with_policy(loss, policy), functools.partial(loss_with, scope[name]))
+        for one, of_one in (
+            (jaxremat.with_policy(loss, policy), params),
+            (functools.partial(loss_with, scope[name]), params_pasted),
+        )
     )
     assert got == want
+    return comments[-1]
+
+
+def nnx_checkpoints_loss(block: Any, state: Any, x: jax.Array) -> jax.Array:
+    call = nnx.remat(lambda one, x: one(x))
+    for one in nnx.merge(definition(block), state):
+        x = call(one, x)
+    return jnp.mean(x**2)
+
+
+def linen_in_checkpoints(loss: Any, net: Any) -> tuple[Loss, Any]:
+    """Flax names the class, and so the parameters, after the checkpoint."""
+    return functools.partial(loss, linen.remat(Linens)), shapes(net(linen.remat(Linens)))
+
+
+#: The losses of `CALLS`, with their author's checkpoints around the layers.
+IN_CHECKPOINTS: dict[str, Any] = {
+    "nnx": (functools.partial(nnx_checkpoints_loss, Block), STATE),
+    "one line": (functools.partial(nnx_checkpoints_loss, OfOneLine), STATE),
+    "linen": linen_in_checkpoints(linen_loss, linen_net),
+    "scanned linen": linen_in_checkpoints(scanned_linen_loss, scanned_linen_net),
+}
+for name in CALLS.keys() - IN_CHECKPOINTS.keys():
+    IN_CHECKPOINTS[name] = functools.partial(CALLS[name][0], jax.checkpoint(CALLS[name][1])), CALLS[name][2]
+
+
+@pytest.mark.parametrize("case", [*CALLS, "equinox"])
+def test_the_line_replaces_the_author_s_checkpoint_which_a_comment_names(case):
+    loss_with, of_layer, params = CALLS[case] if case in CALLS else equinox_case()
+    if case == "equinox":
+        filter_checkpoint = pytest.importorskip("equinox").filter_checkpoint
+        loss, own = functools.partial(loss_with, lambda *w: filter_checkpoint(of_layer(*w))), params
+    else:
+        loss, own = IN_CHECKPOINTS[case]
+    comment = line_saves(loss, own, loss_with, of_layer, params)
+    assert re.match(rf"# In place of the author's checkpoint, which is called at {re.escape(__file__)}:\d+:$", comment)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["nnx", "function", "scan"])
+def test_the_line_in_place_of_a_checkpoint_takes_the_bytes_of_the_policy(case, h100):
+    (loss, params), (loss_with, of_layer, _) = IN_CHECKPOINTS[case], CALLS[case]
+    x, wrapped = (
+        jax.ShapeDtypeStruct((2**18, WIDTH), jnp.float32),
+        jaxremat.remat(of_layer, "save:dot_general", in_scan=case == "scan"),
+    )
+    own, want, got = (
+        lower_and_compile(jax.grad(one, allow_int=True), (params, x), h100).memory.total_bytes
+        for one in (loss, jaxremat.with_policy(loss, "save:dot_general"), functools.partial(loss_with, wrapped))
+    )
+    assert got == pytest.approx(want, rel=0.01)
+    assert own < want
+
+
+def in_two_scopes(w: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("outer"), jax.named_scope("inner"):
+        hidden = jnp.tanh(x @ w[0])
+        return x + jnp.sin(hidden @ w[1])
+
+
+def test_names_in_scopes_inside_a_checkpoint_may_be_unknown():
+    """The function opens both scopes, or one of them or both are opened around its call."""
+    (kind,) = jaxremat.find_layers(functools.partial(function_loss, jax.checkpoint(in_two_scopes)), W, X).kinds
+    assert (name_of(kind), {*kind.names_alone().values()}) == ("in_two_scopes", {""})
 
 
 @pytest.mark.full

@@ -302,7 +302,7 @@ def test_values_that_nobody_named_are_named_in_the_pasted_module(layout):
         comment, *lines = code_of(policy, loss, params, X)
         code = "\n".join(lines)
         assert (comment[0], "in_scan=True" in code) == ("#", in_scan)
-        assert any("own checkpoints" in line for line in lines) == (layout == "scan of checkpoints")
+        assert any("the author's checkpoint" in line for line in lines) == (layout == "scan of checkpoints")
         block = pasted(code, Block=LinenBlock, jaxremat=jaxremat)["Block"]
         losses = jaxremat.with_policy(loss, policy), Scanned(block).apply if in_scan else loss_with(code)
         want, got = (saved_values(jax.make_jaxpr(jax.grad(one))(params, X)) for one in losses)

@@ -130,12 +130,12 @@ def names_alone(
     """By name that `name_values` writes on a value: its name in the function alone.
 
     That is the author's, where the author wrote a name that is only `shared` because other layers have it too. It is empty where
-    the functions `alone`, which are the function in other scopes, don't agree in it.
+    the functions `alone`, which are the function in other scopes, don't agree in it, or there are none.
     """
     program, taken = _traced(function, args)
     ways = [_choose_names(_traced(one, args)[0], taken, "", frozenset()) for one in alone]
     return {
-        names[-1]: ways[0][n][-1] if len({way[n][-1] for way in ways}) == 1 else ""
+        names[-1]: found.pop() if len(found := {way[n][-1] for way in ways}) == 1 else ""
         for n, names in _choose_names(program, taken, prefix, shared).items()
         if names
     }

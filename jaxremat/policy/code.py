@@ -289,7 +289,7 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
     framework = _MODULES.get(next(modules, ""), "jax")
-    replaced = ("# In place of the model's own checkpoints:",) * any(map(is_checkpoint, _equations(program.jaxpr)))
+    replaced = _replaced(kinds, program)
     is_of_many = is_of_several(policy) and (bool(kinds[1:]) or in_scan)
     if is_of_many and (why := _why_no_lines(policy, framework, kinds, unwritten)):
         return (f"# There is no such code: {why}. The line with with_policy is the code to paste.",)
@@ -304,6 +304,13 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
         f"{by_name} nobody named {', '.join(unwritten)}.",
         "# Name them where they are made (jaxremat run --list names has the lines), and ask again for the policy.",
     )
+
+
+def _replaced(kinds: Sequence[Kind], program: Any) -> list[str]:
+    """The comment before code that takes the place of the author's checkpoints."""
+    if places := dict.fromkeys(kind.checkpoint for kind in kinds if kind.checkpoint):
+        return [f"# In place of the author's checkpoint, which is called at {' and '.join(places)}:"]
+    return ["# In place of the model's own checkpoints:"] * any(map(is_checkpoint, _equations(program.jaxpr)))
 
 
 def _nodes(tree: Any) -> Iterator[type]:

@@ -5,8 +5,8 @@ Of the program `a = x @ w; b = sin(a); c = b + x`, the piece of the first two eq
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -113,6 +113,22 @@ def checkpoints_around(equations: Sequence[Equation]) -> frozenset[Equation]:
     checkpoints = [equation for equation in equations if equation.kind == "checkpoint"]
     is_most = len(checkpoints) == 1 and inside[checkpoints[0]] >= _MOST * sum(inside.values())
     return frozenset(checkpoints if is_most else ())
+
+
+def opened(equations: Sequence[Equation]) -> list[Equation]:
+    """A layer's equations, with those of the checkpoint around them in its place.
+
+    The values of the checkpoint's equations have numbers of their own.
+    """
+    around = checkpoints_around(equations)
+    return [inner for equation in equations for inner in (_inside(equation) if equation in around else [equation])]
+
+
+def _inside(checkpoint: Equation) -> Iterator[Equation]:
+    called_at = (*checkpoint.called_at, checkpoint.traceback)
+    for inner in flatten(callee(checkpoint.eqn)).equations:
+        stack = checkpoint.name_stack + inner.name_stack
+        yield replace(inner, name_stack=stack, called_at=(*called_at, *inner.called_at))
 
 
 def open_call(equation: Equation, values: Sequence[Any]) -> list[Any]:

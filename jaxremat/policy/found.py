@@ -62,6 +62,7 @@ class Kind:
         frozen: the numbers of those leaves of `args` that are parameters and aren't trained.
         module: the named scope that each layer is all of, as a module's call is, traced as the module alone is. Empty for other
             layers.
+        checkpoint: the line at which the author's checkpoint around a layer is called, as `file:line`. Empty where there is none.
         called: gives the function of which each layer is one call, by the lines where its operations were traced. Of a class it
             is `__call__`. Other kinds may be calls of it too, and nothing else is. None for other layers.
         is_stack: whether a policy of several layers counts these layers alone, and they do no more than hand on what the next one
@@ -81,6 +82,7 @@ class Kind:
     others: tuple[Variant, ...] = ()
     frozen: frozenset[int] = frozenset()
     module: str = ""
+    checkpoint: str = ""
     called: Callable[[], Function | None] = lambda: None
     is_stack: bool = True
     names_alone: Callable[[], Mapping[str, str]] = dict

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxremat.errors import UsageError
 from jaxremat.policy.autoname import name_values, names_alone, unused_name
 from jaxremat.policy.called import Function, called, comes_from, is_linens, users_lines
-from jaxremat.policy.cut import Piece, checkpoints_around, cut, renamed
+from jaxremat.policy.cut import Piece, checkpoints_around, cut, opened, renamed
 from jaxremat.policy.find import Level, Stack, inner_program, read_frozen
 from jaxremat.policy.found import Kind, Variant
 from jaxremat.policy.jax_private import is_transformed, num_operands
@@ -79,7 +79,7 @@ class _Group:
         """
         equations = self.level.facts.program.equations
         around = equations[self.stack.span.start]
-        layers = [_body(self)] if self.stack.in_scan else [equations[r.start : r.stop] for r in self.ranges]
+        layers = [_body(self)] if self.stack.in_scan else [opened(equations[r.start : r.stop]) for r in self.ranges]
         are_mapped = [all(is_transformed(equation.name_stack) for equation in layer) for layer in layers]
         if self.in_transform or any(are_mapped) or (self.stack.in_scan and is_transformed(around.name_stack)):
             return None
@@ -184,6 +184,7 @@ class LayerKinds:
             prefix=layer.prefix,
             frozen=self._frozen(group),
             module=_module(group),
+            checkpoint=_checkpoint(group),
             called=lambda: self._called[group],
             is_stack=_is_stack(group),
             names_alone=functools.partial(self._names_alone, group),
@@ -367,6 +368,14 @@ def _module(group: _Group) -> str:
     return _short_name(stack, group.places) if are_modules and all(are_modules) else ""
 
 
+def _checkpoint(group: _Group) -> str:
+    """`Kind.checkpoint`."""
+    layer = group.ranges[0]
+    inside = group.level.facts.program.equations[layer.start : layer.stop]
+    around = checkpoints_around(inner_program(inside[0]).equations if group.stack.in_scan else inside)
+    return next((users_line(checkpoint.eqn) for checkpoint in around), "")
+
+
 def _is_stack(group: _Group) -> bool:
     """`Kind.is_stack`."""
     stack = group.stack
@@ -381,9 +390,7 @@ def _body(group: _Group) -> Sequence[Equation]:
 
     They are without the author's checkpoint around them, which a policy replaces.
     """
-    inside = inner_program(group.level.facts.program.equations[group.stack.span.start]).equations
-    around = checkpoints_around(inside)
-    return [one for e in inside for one in (inner_program(e).equations if e in around else [e])]
+    return opened(inner_program(group.level.facts.program.equations[group.stack.span.start]).equations)
 
 
 def _is_within(equations: Sequence[Equation], scope: tuple[str, ...]) -> bool:
@@ -411,22 +418,28 @@ def _alone(group: _Group, i: int, layer: Layer, called: Mapping[_Group, Function
     Its call is in the scopes that all its operations are in, but for those that it opens itself. A module of Linen opens one, the
     last. It may be a module of which several kinds of layers are calls, or of a larger one that is of one kind. Else nothing is
     known but that a scope of operations outside of the layers is around the call.
+
+    Scopes inside the author's checkpoint stay. The outermost of all operations isn't part of their names. Empty where that isn't
+    enough.
     """
     program, stack, function = group.level.facts.program, group.stack, called[group]
     place = stack.layers[i]
     piece = Piece(inner_program(program.equations[place.start])) if stack.in_scan else cut(program, place.start, place.stop)
-    own = _shared([path_of(equation) for equation in piece.program.equations])
+    num_outer = len(_shared([path_of(equation) for equation in piece.program.equations]))
+    own = _shared([path_of(equation) for equation in opened(piece.program.equations)])
     if any(is_linens(equation) for equation in piece.program.equations) and (function or _module(group)):
         is_shared = sum(other == function for other in called.values()) > 1
         around = [max(len(own) - 1, 0)] * bool(function)
-        around += [len(stack.parent)] * (is_shared or not function)
+        around += [min(len(stack.parent), num_outer)] * (is_shared or not function)
+        is_enough = max(around) <= num_outer
     elif function:
         layers = {n for one in group.level.stacks for n in range(one.span.start, one.span.stop)}
         others = [] if stack.in_scan else [e for n, e in enumerate(program.equations) if n not in layers]
-        around = range(max((len(_shared((own, path_of(e)))) for e in others), default=0), len(own) + 1)
+        least = max((len(_shared((own, path_of(e)))) for e in others), default=0)
+        around, is_enough = range(min(least, num_outer), num_outer + 1), len(own) <= num_outer + 1
     else:
         return [layer.piece]
-    return [renamed(piece, _scopes_within(own[:num])) for num in around]
+    return [renamed(piece, _scopes_within(own[:num])) for num in around] if is_enough else []
 
 
 def _scopes_within(common: tuple[str, ...]) -> Callable[[Equation], tuple[str, ...]]:
