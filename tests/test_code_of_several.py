@@ -87,7 +87,7 @@ class NnxBlock(nnx.Module):
 
 
 def run_nnx(code: str, state: Any, x: jax.Array, read: jax.Array) -> jax.Array:
-    is_list = "Blocks = " in code or "Blocks_ = " in code
+    is_list = "policies = " in code
     classes = listed(code, pasted(code, NnxBlock=NnxBlock)) if is_list else [NnxBlock] * NUM
     blocks = nnx.merge(nnx_definition(classes, x.shape[-1]), state)
     if code and not is_list:
@@ -210,6 +210,13 @@ def test_the_code_of_each_kind_takes_the_bytes_of_the_policy(case, h100):
         assert got == pytest.approx(want, rel=0.01)
         totals.add(want)
     assert len(totals) == 2
+
+
+def test_each_kind_has_a_name_of_its_own():
+    loss, params = functools.partial(in_two_kinds, run_linen, ("", "")), CASES["linen"][1]
+    for policy, names in (("one-in:2", ["Linens", "Linens_2"]), ("every:2", ["linens", "linens_2"])):
+        made = [line.partition(" = ")[0] for line in code_of(policy, loss, params)]
+        assert [name for name in made if name.lower().startswith("linens")] == names
 
 
 def test_a_group_at_the_end_has_fewer_layers():

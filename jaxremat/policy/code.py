@@ -168,7 +168,10 @@ def _lines_of_several(framework: Framework, parts: Mapping[Kind, Policy]) -> lis
         function, num_layers = kind.called(), kind.num_layers
         target = function.name if function else _target(framework, "", kind.module if len(parts) > 1 else "", set())
         is_stacked = _is_stacked(policy, framework, kind.in_scan)
-        layers = _target("jax", "", f"{(target.lower() if is_stacked else target).removesuffix('s')}s", taken)
+        shown = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", target).lower() if is_stacked else target
+        layers = f"{shown.removesuffix('s')}s"
+        layers += f"_{len(taken) + 1}" * (layers in taken)
+        taken.add(layers)
         if is_stacked:
             code = [_stacked(policy, framework, num_layers, kind.in_scan, target, layers)]
         elif policy.recomputes_groups:
