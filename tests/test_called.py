@@ -199,8 +199,8 @@ def test_the_line_of_a_class_or_function_saves_what_the_policy_saves(case):
     line_saves(functools.partial(loss_with, of_layer), params, loss_with, of_layer, params)
 
 
-def line_saves(loss: Loss, params: Any, loss_with: Any, of_layer: Any, params_pasted: Any) -> str:
-    """Asserts that the line of a loss, pasted into `loss_with`, saves what the policy saves. Returns the comment before it."""
+def line_saves(loss: Loss, params: Any, loss_with: Any, of_layer: Any, params_pasted: Any) -> list[str]:
+    """Asserts that the line of a loss, pasted into `loss_with`, saves what the policy saves. Returns the comments before it."""
     found = jaxremat.find_layers(loss, params, X)
     (kind,) = found.kinds
     name = of_layer.__name__
@@ -224,7 +224,7 @@ def line_saves(loss: Loss, params: Any, loss_with: Any, of_layer: Any, params_pa
         )
     )
     assert got == want
-    return comments[-1]
+    return comments
 
 
 def nnx_checkpoints_loss(block: Any, state: Any, x: jax.Array) -> jax.Array:
@@ -258,8 +258,10 @@ def test_the_line_replaces_the_author_s_checkpoint_which_a_comment_names(case):
         loss, own = functools.partial(loss_with, lambda *w: filter_checkpoint(of_layer(*w))), params
     else:
         loss, own = IN_CHECKPOINTS[case]
-    comment = line_saves(loss, own, loss_with, of_layer, params)
+    *others, comment = line_saves(loss, own, loss_with, of_layer, params)
     assert re.match(rf"# In place of the author's checkpoint, which is called at {re.escape(__file__)}:\d+:$", comment)
+    renamed = "# (It names parameters: those of CheckpointLinens_0 are then those of Linens_0.)"
+    assert (renamed in others) == ("linen" in case)
 
 
 @pytest.mark.full

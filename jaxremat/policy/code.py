@@ -20,6 +20,7 @@ from jaxremat.policy.jax_private import core, is_checkpoint
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, MAXTEXT_NAMES, config_lines
 from jaxremat.policy.names import all_written_names
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.policy.tree import path_text
 
 Framework = Literal["jax", "linen", "nnx", "equinox", "maxtext"]
 #: By framework: what is wrapped, how, and how one of the layers is called.
@@ -292,7 +293,7 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
     framework = _MODULES.get(next(modules, ""), "jax")
-    replaced = _replaced(kinds, program)
+    replaced = _replaced(kinds, program, args[0])
     is_of_many = is_of_several(policy) and (bool(kinds[1:]) or in_scan)
     if is_of_many and (why := _why_no_lines(policy, framework, kinds, unwritten)):
         return (f"# There is no such code: {why}. The line with with_policy is the code to paste.",)
@@ -309,10 +310,16 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     )
 
 
-def _replaced(kinds: Sequence[Kind], program: Any) -> list[str]:
-    """The comment before code that takes the place of the author's checkpoints."""
+def _replaced(kinds: Sequence[Kind], program: Any, params: Any) -> list[str]:
+    """The comments before code that takes the place of the author's checkpoints.
+
+    Flax names a module without a name after its checkpoint, and its parameters after the module.
+    """
+    paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(params))
+    renamed = dict.fromkeys(name for path in paths for name in re.findall(r"\bCheckpoint(\w+_\d+)\b", path))
     if places := dict.fromkeys(kind.checkpoint for kind in kinds if kind.checkpoint):
-        return [f"# In place of the author's checkpoint, which is called at {' and '.join(places)}:"]
+        moved = [f"# (It names parameters: those of Checkpoint{name} are then those of {name}.)" for name in [*renamed][:1]]
+        return [*moved, f"# In place of the author's checkpoint, which is called at {' and '.join(places)}:"]
     return ["# In place of the model's own checkpoints:"] * any(map(is_checkpoint, _equations(program.jaxpr)))
 
 
