@@ -11,7 +11,7 @@ into the repository: `memory_baselines.json` beside pytest's configuration, or w
 import fcntl
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ _NUM_SHOWN = 8
 #: Buffers of fewer bytes at the peak than this share of the total are one entry of a baseline.
 _SMALL = 1e-3
 _UPDATE = "pytest --update-baselines"
+#: The property of a test's report that has a baseline which the test wrote.
+_WRITTEN = "memory_baseline"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Baseline:
 
 #: A file of baselines: by JAX, by target, by test.
 Baselines = dict[str, dict[str, dict[str, Baseline]]]
+#: A baseline that was written: its test, its target, and the bytes of device and host before and now. None for a new one.
+Written = tuple[str, str, tuple[int, int] | None, tuple[int, int]]
 
 
 @dataclass
@@ -78,6 +82,7 @@ class MemoryBaseline:
         test: the node id of the test.
         update: whether baselines are written.
         warn: takes a warning's text.
+        wrote: takes each baseline that was written.
     """
 
     path: Path
@@ -85,6 +90,7 @@ class MemoryBaseline:
     test: str
     update: bool
     warn: Callable[[str], None]
+    wrote: Callable[["Written"], None] = lambda written: None
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
     def __call__(
@@ -147,7 +153,9 @@ class MemoryBaseline:
         found = lower_and_compile(step, args, target, donate_argnums=donate_argnums, keep_dump=True)
         now = baseline_of(found, self.root)
         if self.update:
-            _update(self.path, key, places, now)
+            before = _update(self.path, key, places, now)
+            was = (before.total_bytes, before.host_bytes) if before else None
+            self.wrote((key, target_name, was, (now.total_bytes, now.host_bytes)))
             return found.memory
         baselines = _baselines_of(self.path.read_bytes() if self.path.exists() else b"", self.path)
         before = baselines.get(places[0], {}).get(places[1], {}).get(key)
@@ -182,7 +190,25 @@ def memory_baseline(request: pytest.FixtureRequest) -> MemoryBaseline:
         test=request.node.nodeid,
         update=bool(config.getoption("--update-baselines")),
         warn=lambda text: request.node.warn(pytest.PytestWarning(text)),
+        wrote=lambda written: request.node.user_properties.append((_WRITTEN, written)),
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how many baselines were written, and which of them changed.
+
+    Tests in other processes hand theirs over in their reports.
+    """
+    config, found = terminalreporter.config, dict[tuple[str, str], Written]()
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        for name, written in getattr(report, "user_properties", ()):
+            if name == _WRITTEN:
+                found[written[:2]] = written
+    if found:
+        terminalreporter.section("memory baselines")
+        path = os.path.relpath(config.rootpath / config.getini("memory_baselines"))
+        for line in _written_lines(list(found.values()), path):
+            terminalreporter.line(line)
 
 
 def baseline_of(compilation: "Compilation", root: Path) -> Baseline:
@@ -236,8 +262,8 @@ def _shown(source: str, root: Path) -> str:
     return inside.rpartition("site-packages/")[2]
 
 
-def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> None:
-    """Writes one baseline into the file, whole or not at all.
+def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> Baseline | None:
+    """Writes one baseline into the file, whole or not at all. Returns the one that it replaces.
 
     Tests in other processes may write theirs at the same time. Each replaces the file. Another one may have done so while this
     one waited for its lock.
@@ -253,10 +279,32 @@ def _update(path: Path, key: str, places: tuple[str, str], now: Baseline) -> Non
                 continue
             file.seek(0)
             baselines = _baselines_of(file.read(), path)
-            baselines.setdefault(places[0], {}).setdefault(places[1], {})[key] = now
+            of_target = baselines.setdefault(places[0], {}).setdefault(places[1], {})
+            before, of_target[key] = of_target.get(key), now
             text = msgspec.json.format(msgspec.json.encode(baselines, order="deterministic"), indent=1)
             write_whole(path, text + b"\n")
-            return
+            return before
+
+
+def _written_lines(written: Sequence[Written], path: str) -> list[str]:
+    """How many baselines a run wrote into the file at `path`, and the old and new bytes of those that changed."""
+    changed = [(key, target, was, now) for key, target, was, now in sorted(written) if was and was != now]
+    num_new = sum(was is None for _, _, was, _ in written)
+    same = len(written) - num_new - len(changed)
+    lines = [f"{path}: {len(written)} written, {num_new} new, {len(changed)} changed, {same} with the same bytes"]
+    for key, target, was, now in changed:
+        both = zip(("", "host "), was, now, strict=True)
+        lines.append(
+            f"  {key} on {target}: {', '.join(where + _became(*pair) for where, *pair in both if pair[0] != pair[1])}"
+        )
+    return lines
+
+
+def _became(was: int, now: int) -> str:
+    """Two numbers of bytes: `0.047 GiB became 0.079 GiB, +0.032 GiB (+67.0%)`."""
+    from jaxremat.units import gib, signed_gib
+
+    return f"{gib(was)} became {gib(now)}, {signed_gib(now - was)}{f' ({now / was - 1:+.1%})' if was else ''}"
 
 
 def _baselines_of(content: bytes, path: Path) -> Baselines:
@@ -299,8 +347,7 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline, t
     lines = [f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
     for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
         if after != was:
-            share = f" ({(after - was) / was:+.1%})" if was else ""
-            lines.append(f"  {where}: {gib(was)} became {gib(after)}, {signed_gib(after - was)}{share}")
+            lines.append(f"  {where}: {_became(was, after)}")
     former = {(one.category, one.label): one.num_bytes for one in before.at_peak}
     changes = [(one.num_bytes - former.get((one.category, one.label), 0), one) for one in now.at_peak]
     least = max(1, (now.total_bytes - before.total_bytes) // 1000)  # of a buffer that explains something

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxremat.pytest_plugin import (
     _missing,
     _shown,
     _update,
+    _written_lines,
 )
 
 PLACES = ("jax 0.10.2", "h100-80gb")
@@ -158,6 +160,22 @@ def test_the_message_has_the_tolerance():
     assert "tolerance" not in _grown("test_a", PLACES, BEFORE, now)
 
 
+def test_the_written_baselines_are_counted_with_what_changed():
+    gib = 2**30
+    new, same = ("c", "h100-80gb", None, (gib, 0)), ("b", "h100-80gb", (gib, 0), (gib, 0))
+    changed = [("a", "h100-80gb", (2 * gib, 0), (3 * gib, gib)), ("a", "a100-40gb", (4 * gib, 0), (2 * gib, 0))]
+    first, *lines = _written_lines([new, *changed, same], "baselines.json")
+    assert first == "baselines.json: 4 written, 1 new, 2 changed, 1 with the same bytes"
+    assert [line.split(":")[0].strip() for line in lines] == ["a on a100-40gb", "a on h100-80gb"]
+    assert ["-50.0%" in line for line in lines] == [True, False]
+    assert ["host 0.000 GiB became 1.00 GiB" in line for line in lines] == [False, True]
+
+
+def test_a_baseline_that_is_replaced_is_returned(tmp_path: Path):
+    assert _update(tmp_path / "b.json", "a", PLACES, BEFORE) is None
+    assert _update(tmp_path / "b.json", "a", PLACES, Baseline(7, 0, (), {})) == BEFORE
+
+
 @pytest.mark.full
 def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.Pytester):
     is_installed = any(point.name == "jaxremat" for point in entry_points(group="pytest11"))
@@ -170,12 +188,19 @@ def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.
 
     widths = {"same": 256, "grown": 256, "smaller": 256}
     assert run(widths)[0] == {"failed": 3}
-    assert run(widths, "--update-baselines")[0] == {"passed": 3}
+    result, output = run(widths, "--update-baselines")
+    assert result == {"passed": 3}
+    assert "memory_baselines.json: 3 written, 3 new, 0 changed" in output
     of_target = next(iter(json.loads(Path(pytester.path, "memory_baselines.json").read_text()).values()))
     assert {sum(part["num_bytes"] for part in one["at_peak"]) for one in of_target["a100-40gb"].values()} == {
         one["total_bytes"] for one in of_target["a100-40gb"].values()
     }
     result, output = run({"same": 256, "grown": 512, "smaller": 128})
     assert result == {"failed": 1, "passed": 2, "warnings": 1}
+    assert "memory_baselines.json: " not in output
     assert "test_memory.py:" in output.partition("At the peak")[2]
     assert re.search(r"GiB became .* GiB \(-\d", output)
+    several = ("-n2",) if find_spec("xdist") else ()
+    output = run({"same": 256, "grown": 512, "smaller": 128}, "--update-baselines", *several)[1]
+    assert "memory_baselines.json: 3 written, 0 new, 2 changed, 1 with the same bytes" in output
+    assert sum("on a100-40gb: 0." in line for line in output.splitlines()) == 2
