@@ -78,6 +78,7 @@ DOES = {"run": "show_list_or_answers", "explain": "show_memory", "doctor": "_doc
 OF_THE_READER = {
     "Qwen3-8B",
     "config.json",
+    "model.py:workload",
     "mine.py:workload",
     "train.py:workload",
     "train.py:whole_step",
