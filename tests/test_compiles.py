@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxremat.cli import many_trials
-from jaxremat.cli.many_trials import TrialsProgress
+from jaxremat.cli.many_trials import _REST, TrialsProgress
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import Store
+from jaxremat.trial.task import Task
 
 pytestmark = pytest.mark.any_jax
 
@@ -90,22 +90,37 @@ def test_the_rest_is_rounded_up_in_a_unit_that_goes_with_it(seconds, number, uni
     assert rest_text(None) == ""
 
 
-def test_trials_say_how_long_the_rest_may_take(monkeypatch, tmp_path):
-    """Two of four ended in 10 seconds here: the one that runs and the one that waits take as long at most."""
-    now = [0.0]
-    monkeypatch.setattr(many_trials.time, "monotonic", lambda: now[0])
-    first, second, third, fourth = trials = [SweepTrial(key, "m", "dots", "t", None, None, {}) for key in "abcd"]
+def test_trials_say_how_long_the_rest_may_take(tmp_path):
+    """Two of four ended in 5 and 10 seconds here. The one that runs takes as long as those on average."""
+    first, second, third, fourth = trials = [made_up_trial(key, "h100-80gb") for key in "abcd"]
     console = Console(file=(out := io.StringIO()), width=200)
     with Store(tmp_path / "rows.jsonl") as store:
         watched = TrialsProgress(Progress(console), trials, store)
         for trial in (first, second, third):
             watched.on_start(trial)
-        assert rest_text(5.0)[:16] not in out.getvalue()
-        now[0] = 5.0
+        assert _REST not in out.getvalue()
         watched.on_end(first, "ok", 5.0)
-        now[0] = 10.0
         watched.on_end(second, "ok", 10.0)
-        assert out.getvalue().splitlines()[-1].endswith(rest_text(10.0))
+        assert out.getvalue().splitlines()[-1].endswith(rest_text(7.5, _REST))
         watched.on_end(fourth, "ok", 0.0)  # by another process
         watched.on_end(third, "ok", 10.0)
     assert numbers(out.getvalue().splitlines()[-1])[-4:] == [4, 4, 0, 0]
+
+
+@pytest.mark.parametrize(("target", "num_devices", "rest_s"), [("h200", 1, 20.0), ("v6e", 1, None), ("h200", 8, None)])
+def test_the_rest_is_unknown_before_a_trial_of_its_kind_has_ended(target, num_devices, rest_s, tmp_path):
+    done, *left = trials = [made_up_trial("a", "h100-80gb"), *(made_up_trial(key, target, num_devices) for key in "bc")]
+    console = Console(file=(out := io.StringIO()), width=200)
+    with Store(tmp_path / "rows.jsonl") as store:
+        watched = TrialsProgress(Progress(console), trials, store)
+        watched.on_start(done)
+        watched.on_end(done, "ok", 10.0)
+        assert out.getvalue().splitlines()[-1].endswith(f"2 waiting{rest_text(rest_s, _REST)}")
+        watched.on_start(left[0])
+        watched.on_end(left[0], "ok", 30.0)
+        assert out.getvalue().splitlines()[-1].endswith(f"1 waiting{rest_text(20.0 if rest_s else 30.0, _REST)}")
+
+
+def made_up_trial(key: str, target: str, num_devices: int = 1) -> SweepTrial:
+    task = Task({})
+    return SweepTrial(key, "m", "dots", target, None, task, {}, num_devices=num_devices)

@@ -5,10 +5,11 @@
 
 import contextlib
 import os
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxremat.chips.catalog import chip_of
 from jaxremat.cli.machine.variables import check_xla_flags
 from jaxremat.cli.output import say_notes
 from jaxremat.errors import bad_value, both, reject
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 FAILED = ("oom", "timeout", "crashed", "bad-config")
 #: What the message of an interrupt says about the results so far.
 SAVED = "finished trials are saved, and the same command resumes"
+#: What begins the estimate of the rest, which isn't an upper bound: trials take longer or shorter than others of their kind.
+_REST = "; the rest takes about "
 _COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
 
@@ -120,7 +123,8 @@ def num_jobs(jobs: int | None) -> int:
 class TrialsProgress:
     """Prints a line for each trial that starts or ends, and a live line of those that run.
 
-    How long the rest may take is said as if each trial took what those that ended here took on average.
+    How long the rest takes is said once a trial of each kind that is left has ended here: as if each took as long as those of its
+    kind on average. Trials are of one kind if they are for one kind of chip, and for one device or for several.
 
     Attributes:
         ended_here: the trials that this process ran, in their order.
@@ -131,24 +135,30 @@ class TrialsProgress:
     ) -> None:
         self.ended_here: list[SweepTrial] = []
         self._progress, self._num_trials = progress, len(trials)
+        self._left_by_key = {trial.key: trial for trial in trials if store.trial(trial.key) is None}
         self._running: set[str] = set()
-        self._started_s = time.monotonic()
-        self._done = sum(store.trial(trial.key) is not None for trial in trials)
+        self._most_running = 1
+        self._seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
+        done = self._num_trials - len(self._left_by_key)
         of_shard = f" (shard {shard})" if shard else ""
-        progress.line(f"{len(trials)} trials{of_shard}, {self._done} of them done before; records go to {store.path}")
+        progress.line(f"{len(trials)} trials{of_shard}, {done} of them done before; records go to {store.path}")
 
     def on_start(self, trial: "SweepTrial") -> None:
         """Prints that a trial starts in this command."""
         self._running.add(trial.key)
+        self._most_running = max(self._most_running, len(self._running))
         self._progress.line(f"started: {trial}; {self._left()}")
 
     def on_end(self, trial: "SweepTrial", outcome: "Outcome", duration_s: float) -> None:
         """Prints that a trial ended, in this command or in another one over the same file."""
-        self._done += 1
-        is_own = trial.key in self._running
-        self.ended_here += [trial] if is_own else []
+        self._left_by_key.pop(trial.key, None)
+        how = "by another process"
+        if trial.key in self._running:
+            how = f"{duration_s:.1f} s"
+            self.ended_here.append(trial)
+            if trial.task:
+                self._seconds[_kind(trial)].append(duration_s)
         self._running.discard(trial.key)
-        how = f"{duration_s:.1f} s" if is_own else "by another process"
         self._progress.line(f"{outcome}, {how}: {trial}; {self._left()}")
 
     def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
@@ -159,7 +169,23 @@ class TrialsProgress:
     def _left(self) -> str:
         from jaxremat.report.progress import rest_text
 
-        left, ended = self._num_trials - self._done, len(self.ended_here)
-        rest_s = left * (time.monotonic() - self._started_s) / ended if left and ended else None
-        running = len(self._running)
-        return f"{self._done} of {self._num_trials} done, {running} running, {left - running} waiting{rest_text(rest_s)}"
+        left, running = len(self._left_by_key), len(self._running)
+        done = f"{self._num_trials - left} of {self._num_trials} done"
+        rest = rest_text(self._rest_s(), _REST)
+        return f"{done}, {running} running, {left - running} waiting{rest}"
+
+    def _rest_s(self) -> float | None:
+        """The seconds that the trials left take.
+
+        None before a trial of each of their kinds has ended here.
+        """
+        kinds = [_kind(trial) for trial in self._left_by_key.values() if trial.task]
+        if not kinds or not all(self._seconds.get(kind) for kind in kinds):
+            return None
+        means = [sum(self._seconds[kind]) / len(self._seconds[kind]) for kind in kinds]
+        return max(*means, sum(means) / self._most_running)
+
+
+def _kind(trial: "SweepTrial") -> tuple[str, bool]:
+    """The kind of a trial: the platform of its chip, and whether several devices have its step."""
+    return chip_of(trial.target).platform, trial.num_devices > 1

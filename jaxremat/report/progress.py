@@ -49,7 +49,7 @@ def estimate_text(what: str, batch: int) -> str:
     return f"{what}: {found}; the proof follows"
 
 
-def rest_text(seconds: float | None) -> str:
+def rest_text(seconds: float | None, begins: str = _REST) -> str:
     """What ends a line: `; these take at most about 3 min more`, in one or two digits.
 
     Empty for None.
@@ -57,7 +57,7 @@ def rest_text(seconds: float | None) -> str:
     if seconds is None:
         return ""
     size, unit = next(((size, unit) for size, unit in ((1, "s"), (60, "min")) if seconds <= 99 * size), (3600, "h"))
-    return f"{_REST}{math.ceil(seconds / size)} {unit} more"
+    return f"{begins}{math.ceil(seconds / size)} {unit} more"
 
 
 class Progress:
