@@ -147,9 +147,9 @@ def test_one_short_layer_recomputes_nothing_under_none(h100):
 
 
 @pytest.mark.full
-def test_a_probe_has_no_base(h100):
+def test_a_probe_has_the_mfu_of_a_trial(h100):
     trials = Trials(given(of_type), TRAIN, h100, 2**40)
-    assert trials.record(NOTHING, SMALL, "probe").base_flops is None
+    assert trials.record(NOTHING, SMALL, "probe").mfu == trials.record(NOTHING, SMALL).mfu is not None
 
 
 @pytest.mark.full

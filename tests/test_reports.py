@@ -34,6 +34,7 @@ from jaxremat.report.sentences import (
     attached_sentences,
     job_sentences,
     largest_sentence,
+    no_mfu_sentences,
     no_suggestion_sentence,
     own_sentences,
 )
@@ -149,6 +150,19 @@ def test_an_answer_replaces_what_was_found_before(capsys):
     printer.policy_done()
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["record"], row["batch"], row["policy"]) for row in found] == [("probe", 9, "save:b"), ("plan", 8, "dots")]
+
+
+def test_a_missing_mfu_has_a_reason():
+    known, untimed = step("none", executed_flops=9), step("every:2+dots", step_s=None, mfu=None)
+    of_cpu = step("dots", mfu=None, predicted=None)
+    more = step("nothing", mfu=None, findings=(Finding("more-than-its-share", "e", "r"),))
+    without_flops, contradicting = step("save:a", mfu=None, executed_flops=0), step("save:b", mfu=None, executed_flops=9)
+    assert no_mfu_sentences([known, untimed, step("dots", error="e", mfu=None)]) == []
+    assert "under" not in (alone := no_mfu_sentences([of_cpu, untimed]))[0]
+    assert len(alone) == 1
+    said = no_mfu_sentences([known, of_cpu, more, without_flops, contradicting, step("save:c", mfu=None, predicted=None)])
+    assert len({line.partition(": ")[2] for line in said}) == 4
+    assert said[0].startswith("No MFU under dots, save:c: ")
 
 
 def test_policies_side_by_side(snapshot):

@@ -14,6 +14,7 @@ from jaxremat.trial.record import FailureRecord, LargestBatchRecord, StepRecord,
 from jaxremat.trial.ties import beside_own, trial_ties
 from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
+from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE
 
 
 def largest_sentence(found: LargestBatchRecord) -> str:
@@ -236,6 +237,30 @@ def unpriced_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """What the predicted times and the FLOPs of the steps leave out or guess."""
     found = dict.fromkeys(what for row in rows if row.predicted or row.mfu for what in row.unpriced or ())
     return [f"Predicted times, FLOPs and MFU are rough: {'; '.join(found)}."] if found else []
+
+
+def no_mfu_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """Why steps whose time is known have no MFU.
+
+    Empty where none lacks it.
+    """
+    timed = [row for row in rows if row.step_s and not row.error]
+    said, reasons = list[str](), {id(row): _why_no_mfu(row) for row in timed if row.mfu is None}
+    for why in dict.fromkeys(reasons.values()):
+        of_why = [row for row in timed if reasons.get(id(row)) == why]
+        under = f" under {', '.join(dict.fromkeys(map(policy_text, of_why)))}" if len(of_why) < len(timed) else ""
+        said.append(f"No MFU{under}: {why}.")
+    return said
+
+
+def _why_no_mfu(row: TrialRecord) -> str:
+    if row.predicted is None:
+        return "the peak of this target isn't known"
+    if any(finding.rule == MORE_THAN_ITS_SHARE for finding in row.findings or ()):
+        return "the devices compute more than their share, and the FLOPs that the model needs aren't known"
+    if row.executed_flops == 0:
+        return "the step has no operation whose FLOPs are counted"
+    return "the FLOPs that the model needs aren't known"
 
 
 def source_sentence(rows: Sequence[TrialRecord], target: str) -> str:

@@ -8,7 +8,7 @@ import statistics
 from jaxremat.report.policy_text import policies_in_full
 from jaxremat.report.printer import Report
 from jaxremat.report.progress import Progress
-from jaxremat.report.sentences import attached_sentences, source_sentence, unpriced_sentences
+from jaxremat.report.sentences import attached_sentences, no_mfu_sentences, source_sentence, unpriced_sentences
 from jaxremat.report.steps import batch_table
 from jaxremat.training.metrics import StepMetrics
 from jaxremat.trial.record import TrialRecord
@@ -66,7 +66,7 @@ class TrainingPrinter:
         self._say_sample(f"after step {step}", sample)
         if row:
             self._report.show(batch_table([row]), *attached_sentences([row]), source_sentence([row], row.target))
-            self._report.show(*unpriced_sentences([row]))
+            self._report.show(*no_mfu_sentences([row]), *unpriced_sentences([row]))
             self._report.say(*policies_in_full([row]), wrap=False)
 
     def _say_sample(self, when: str, sample: str) -> None:

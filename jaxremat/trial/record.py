@@ -142,7 +142,7 @@ class TrialRecord(StepRecord):
         samples_per_s: samples per second; None where nobody has counted the samples.
         model_flops: FLOPs that the workload says a step needs that trains all parameters; `base_flops` where it doesn't say.
         executed_flops: FLOPs that the compiled step executes.
-        base_flops: `executed_flops` without those of recomputation. None for a probe, a training, or more than a device's share.
+        base_flops: `executed_flops` without those of recomputation. None for a training, or more than a device's share.
         recompute_overhead_percent: how far `executed_flops` are above `base_flops`.
         mfu: `model_flops` a second, as a share of the peak of the type of most of the FLOPs. With frozen parameters `base_flops`,
             because a step that computes no gradients of them needs fewer than `model_flops`.

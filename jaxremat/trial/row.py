@@ -18,9 +18,9 @@ from jaxremat.xla.clock import peak_flops_of, predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.flops import executed_flops
 from jaxremat.xla.kernels import unpriced
-from jaxremat.xla.lint_mesh import MORE_THAN_ITS_SHARE
 from jaxremat.xla.options import matmuls_of, preset_options, remat_limit
 from jaxremat.xla.recomputed import recomputed_flops, saved_and_recomputed
+from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE
 
 if TYPE_CHECKING:
     from jaxremat.trial.trials import Trials
@@ -134,7 +134,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     arguments = trials.arguments_on_mesh(batch)
     found = findings(compilation, about.requested, about.policy, trials.remedies, arguments=arguments)
     counted, executed = saved_and_recomputed(compilation), executed_flops(compilation.module).total
-    has_base = about.kind == "trial" and all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
+    has_base = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
     base = executed - recomputed_flops(compilation, counted) if has_base else None
     base = (
         None if base is not None and base < 0 else base

@@ -23,11 +23,9 @@ from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.lint_input import LintInput, listed, num_elements
 from jaxremat.xla.origin import is_part
 from jaxremat.xla.recomputed import operation_path, scope_in
-from jaxremat.xla.step_facts import Finding
+from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE, Finding
 from jaxremat.xla.traced import axes_of_constraints, needed_places
 
-#: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.
-MORE_THAN_ITS_SHARE = "more-than-its-share"
 #: So many times its share of the FLOPs is more.
 MORE = 1.01
 _UPDATE = "the optimizer's update"

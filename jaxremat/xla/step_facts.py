@@ -14,6 +14,9 @@ Operation = Literal["matmul", "convolution", "attention", "kernel"]
 #: rule such as `dots`, and are results of that kind of operation.
 SavedKind = Literal["name", "input", "loss", "other", "matmul", "convolution", "attention", "elementwise"]
 
+#: The rule after which neither the bytes of what is saved nor the FLOPs of the step are those of a device's share.
+MORE_THAN_ITS_SHARE = "more-than-its-share"
+
 
 @dataclass(frozen=True)
 class Finding:
