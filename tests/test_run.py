@@ -191,7 +191,7 @@ def test_one_of_two_policies_fits(h100, tmp_path, capsys):
         ("trial", "none", 16, False),
         ("trial", "nothing", 16, True),
     ]
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines[:-1])) <= 80  # the last one is a command to paste
     cells = [line.split() for line in lines]
     assert {"none", "nothing"} <= {cell[0] for cell in cells if len(cell) > 3 and cell[1] == "16"}
 
@@ -208,7 +208,7 @@ def test_measured_on_the_cpu_and_appended(searched, tmp_path, capsys):
     (row,) = rows(path.read_text()[len(before) :])
     assert (row["record"], row["batch"], row["step_source"], row["fits"]) == ("trial", 2, "measured", True)
     assert 0 < row["step_min_s"] <= row["step_s"] <= row["step_max_s"]
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines()[:-1])) <= 80
 
 
 @pytest.mark.full

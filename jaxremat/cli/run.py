@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 from jaxremat.cli.command import keep_stdout_for_records, leave_memory_to_others, show_error, step_command
+from jaxremat.cli.explained import lint_line
 from jaxremat.cli.no_fit import show_no_fit
 from jaxremat.cli.output import reporting, show_heading
 from jaxremat.errors import UsageError
@@ -115,6 +116,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 answer_all(session, listener, answer_of, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
+        report.say(*filter(None, [lint_line(flags, printer.best())]), wrap=False)
     return printer.exit_code()
 
 
@@ -227,6 +229,7 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
                 answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one), show_error)
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
+    report.say(*filter(None, [lint_line(request.flags, printer.best())]), wrap=False)
     return printer.exit_code()
 
 

@@ -14,6 +14,7 @@ The docstring below a field is the flag's help. A field that is a dataclass itse
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,22 @@ def filled(kind: type[FlagsT], values: dict[tuple[str, ...], Any]) -> FlagsT:
         if inner:
             own[field.name] = filled(field.default_factory, inner)  # pyright: ignore
     return kind(**own)
+
+
+def words_of(flags: Any) -> list[str]:
+    """The words that give the flags of a command, such as `["--batch", "8", "16"]`.
+
+    Those at their defaults are left out.
+    """
+    words = list[str]()
+    for flag in flags_of(type(flags)):
+        value = functools.reduce(getattr, flag.path, flags)
+        if value == flag.default:
+            continue
+        several = value if flag.is_several else () if flag.kind is bool else (value,)
+        is_size = flag.parameter.converter is byte_size
+        words += [flag.name, *(f"{str(one / 2**30).removesuffix('.0')}GiB" if is_size else str(one) for one in several)]
+    return words
 
 
 def whole_numbers(upto: int, example: str) -> Converter:
