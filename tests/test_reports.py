@@ -152,6 +152,24 @@ def test_an_answer_replaces_what_was_found_before(capsys):
     assert [(row["record"], row["batch"], row["policy"]) for row in found] == [("probe", 9, "save:b"), ("plan", 8, "dots")]
 
 
+def test_the_best_step_of_a_plan_that_was_ended_is_beside_the_other_policies():
+    paper = Paper()
+    printer = Printer(paper.report)
+    printer.row(step("dots", 8, step_s=0.01))
+    printer.policy_done()
+    best = step("save:a,b", 8, step_s=0.005, record="probe", requested_policy="auto", code=("THE CODE",))
+    printer.so_far(lambda: best)
+    printer.policy_done()
+    printer.all_done("h100-80gb")
+    shown = paper.show()
+    _, both = shown.split("policies side by side")
+    assert "search ended early" in both
+    assert "dots" in both
+    assert shown.count("THE CODE") == 1
+    assert printer.answers[-1] is best
+    assert printer.exit_code() == 0
+
+
 def test_a_missing_mfu_has_a_reason():
     known, untimed = step("none", executed_flops=9), step("every:2+dots", step_s=None, mfu=None)
     of_cpu = step("dots", mfu=None, predicted=None)

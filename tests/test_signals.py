@@ -84,13 +84,17 @@ def test_a_command_ends_while_xla_compiles(number, tmp_path):
 def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path):
     """It is a record, too, and no plan."""
     out = tmp_path / "rows.jsonl"
-    argv = ["jaxremat.run", *SMALL, "--batch", "8", "--policy", "auto"]
+    argv = ["jaxremat.run", *SMALL, "--batch", "8", "--policy", "nothing", "auto", "--code"]
     code, seconds, printed, err = ended_by(signal.SIGINT, [*argv, "--out", str(out)], lambda line: "compile 2" in line)
     assert "Traceback" not in err
     assert (code, seconds < SECONDS) == (EXIT_CODE, True)
-    (row,) = map(json.loads, out.read_text().splitlines())
+    nothing, row = map(json.loads, out.read_text().splitlines())
+    assert (nothing["record"], nothing["policy"]) == ("trial", "nothing")
     assert (row["record"], row["requested_policy"], row["batch"], row["fits"]) == ("probe", "auto", 8, True)
     assert f"{row['policy']}, chunked loss" in printed
+    assert f'policy="{row["policy"]}"' in row["code"][0]
+    assert row["code"][0] in printed
+    assert len([line for line in printed.partition("policies side by side")[2].splitlines() if " 8 " in line]) == 2
 
 
 def test_the_meshes_so_far_are_printed(tmp_path):

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from jaxremat.report.printer import Printer, Report
     from jaxremat.report.progress import Progress
     from jaxremat.session.answers import Answering, Listener
-    from jaxremat.trial.comparisons import LengthsRecord
-    from jaxremat.trial.record import Record
+    from jaxremat.trial.comparisons import LengthsRecord, MeshChoiceRecord
+    from jaxremat.trial.record import Record, TrialRecord
     from jaxremat.workload.factory import WorkloadFactory
     from jaxremat.workload.workload import Workload
 
@@ -110,9 +110,8 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 show_heading(session, report, say, before=[*sessions.values()])
                 sessions[session.seq_len] = session
                 at = f"sequence {session.seq_len}, " if request.lengths else ""
-                listener = Listener(
-                    with_code(session, take), lambda text, at=at: progress.show(at + text), say, printer.so_far
-                )
+                listener = Listener(take, lambda text, at=at: progress.show(at + text), say, printer.so_far)
+                listener = with_code(session, listener)
                 answer_all(session, listener, answer_of, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
@@ -163,27 +162,42 @@ def answer_all(
                 session.trials.forget()
 
 
-def with_code(session: Session, take: Callable[["Record"], None]) -> Callable[["Record"], None]:
-    """A function that gives the session's records to `take`.
+def with_code(session: Session, listener: "Listener") -> "Listener":
+    """The listener of the session's records, with code to paste.
 
-    With --code each trial has its policy as code to paste.
+    With --code each trial has its policy as code, and so has the best step of a plan whose search is ended early. For a model of
+    the user's own, that step has code in any case, as a plan has.
     """
     from jaxremat.answer.records import code_of
     from jaxremat.policy.grammar import parse
-    from jaxremat.report.plan import code_to_paste
+    from jaxremat.report.plan import code_to_paste, is_of_own_model
     from jaxremat.trial.record import TrialRecord
 
-    def take_with_code(record: "Record") -> None:
-        if isinstance(record, TrialRecord) and record.record == "trial" and not record.error:
-            policy, trials = parse(record.policy), session.trials.with_loss(record.loss)
-            if policy != OWN:
-                as_config = trials.workload_at(record.batch).as_config
-                lines = as_config(policy) if as_config else None
-                code = code_to_paste(record, code_of(policy, trials, record.batch), lines or ())
-                record = replace(record, code=tuple(code))
-        take(record)
+    is_requested = session.request.flags.code
 
-    return take_with_code if session.request.flags.code else take
+    def coded(record: "TrialRecord") -> "TrialRecord":
+        policy, trials = parse(record.policy), session.trials.with_loss(record.loss)
+        if policy == OWN:
+            return record
+        as_config = trials.workload_at(record.batch).as_config
+        as_code = code_of(policy, trials, record.batch) if is_requested else ()
+        return replace(record, code=tuple(code_to_paste(record, as_code, (as_config and as_config(policy)) or ())))
+
+    def take(record: "Record") -> None:
+        if is_requested and isinstance(record, TrialRecord) and record.record == "trial" and not record.error:
+            record = coded(record)
+        listener.record(record)
+
+    def take_so_far(make: "Callable[[], TrialRecord | MeshChoiceRecord]") -> None:
+        def made() -> "TrialRecord | MeshChoiceRecord":
+            found = make()
+            if isinstance(found, TrialRecord) and (is_requested or is_of_own_model(found)):
+                return coded(found)
+            return found
+
+        listener.so_far(made)
+
+    return replace(listener, record=take, so_far=take_so_far)
 
 
 def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
@@ -218,8 +232,7 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
         printer.mesh_chosen(record)
         if session:
             sessions[place] = session
-            coded = replace(listener, record=with_code(session, listener.record))
-            answer_policy(session, session.request.policies[0], coded)
+            answer_policy(session, session.request.policies[0], with_code(session, listener))
             session.trials.forget()
 
     with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):

@@ -159,10 +159,20 @@ class Printer:
         if isinstance(best, MeshChoiceRecord):
             self.mesh_chosen(best)
         elif best:
-            self._report.record(best)
-            self._report.show(steps.batch_table([best]), sentences.plan_so_far_sentence(best))
+            self._show_so_far(best)
         for plan in planned:
             self._on_plan(plan)
+
+    def _show_so_far(self, best: TrialRecord) -> None:
+        """Prints the best step of a plan whose search was ended, as an answer."""
+        self._num_policies += 1
+        self._all.append(best)
+        self.answers.append(best)
+        self._report.record(best)
+        said = [*saved_sentences([best]), *sentences.lint_sentences([best]), *sentences.job_sentences([best])]
+        self._report.show(steps.batch_table([best]), sentences.plan_so_far_sentence(best), *said)
+        self._report.say(*(best.code or ()), wrap=False)
+        self._say_in_full([best])
 
     def policies_done(self) -> None:
         """Prints what was found of the policies that were turned to, as `policy_done`.

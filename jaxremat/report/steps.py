@@ -105,10 +105,11 @@ def loss_text(row: StepRecord | PlanRecord) -> str:
 def policy_with_differences(row: Any, rows: Rows) -> str:
     """The policy of a row, with what differs between the rows beside it.
 
-    For example `dots (chunked, unrolled)` or `dots (fsdp=8)`.
+    For example `dots (chunked, unrolled)` or `dots (fsdp=8)`. The best step of a plan so far says that its search ended early.
     """
     differing = [name for name in ("loss", "layout", "mesh") if len({getattr(one, name, None) for one in rows}) > 1]
-    return policy_text(row) + (f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else "")
+    ended = ", search ended early" if getattr(row, "record", None) == "probe" else ""
+    return policy_text(row) + (f" ({', '.join(str(getattr(row, name)) for name in differing)})" if differing else "") + ended
 
 
 def short_number(value: float | None) -> str:

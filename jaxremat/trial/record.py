@@ -156,7 +156,7 @@ class TrialRecord(StepRecord):
         xla_remat_above_bytes: `total_bytes` above which XLA's own rematerialization may change the step in a job. None where the
             pass ran, where XLA_FLAGS disables it, and for a CPU.
         kept: what the step saves for the backward pass and what it recomputes.
-        code: with `--code`, the lines to paste that run the policy. None for a probe and for `own`.
+        code: with `--code`, the lines to paste that run the policy. None for `own`, and for a probe that ends no plan early.
     """
 
     record: Literal["trial", "probe"]
