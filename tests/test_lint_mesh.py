@@ -194,6 +194,9 @@ def test_state_that_lies_whole(mesh, model, other_mesh):
     assert found.num_bytes == sum(leaf.num_bytes for leaf in whole)
     assert str(mesh) in found.evidence
     assert found.remedy.split() == ["--mesh", other_mesh]
+    for compared, num in (((str(mesh), other_mesh), 0), ((str(mesh),), 1)):
+        chosen = replace(sound, mesh=mesh, arguments=arguments, remedies="flags", compared_meshes=compared)
+        assert len([*MESH_RULES["lies-whole"](chosen)]) == num
 
 
 @pytest.mark.full

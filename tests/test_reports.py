@@ -413,6 +413,24 @@ def test_meshes(snapshot):
     assert snapshot == paper.show(*map(mesh_sentence, others))
 
 
+@pytest.mark.parametrize(("bound", "error", "is_near"), [(950.0, 0.1, True), (900.0, 0.1, False), (950.0, None, False)])
+def test_a_mesh_that_was_left_out_may_be_as_fast(bound, error, is_near):
+    """By its upper bound, where predicted times don't tell the two apart. One whose step doesn't fit isn't."""
+    shapes = (
+        ComparedMesh("data=4", GIB, 8, 2 * GIB, 1000.0, 1000.0, 3),
+        ComparedMesh("fsdp=4", GIB, bound_tokens_per_s=bound, num_compiles=1, left_out="slower at best"),
+        ComparedMesh("tensor=4", GIB, 8, 20 * GIB, 2000.0, None, 1, "needs 20.00 GiB"),
+    )
+    known: dict[str, Any] = dict(
+        model="m", requested_policy="auto", target="h100-80gb", seq_len=1, num_devices=4, num_nodes=1
+    )
+    known |= dict(budget_bytes=9 * GIB, loss="full", layout="loop", mesh="data=4", num_compiles=5, versions={})
+    said = mesh_sentence(MeshChoiceRecord(**known, meshes=shapes, paired_error=error))
+    assert ("one of the 2 fastest" in said) == is_near
+    assert said.count("fsdp=4") == is_near
+    assert "tensor=4" not in said
+
+
 @pytest.mark.parametrize(("width", "by_cost"), [(80, False), (80, True), (120, True)])
 def test_what_to_rent(width, by_cost, snapshot):
     def on(policy: str, tokens_per_s: float, **changes: Any) -> list[Record]:

@@ -6,13 +6,13 @@ fsdp=8 is the fastest of 5 meshes of 8 GPUs: 12,012 tokens/s a GPU, predicted.
 from rich.table import Table
 
 from jaxremat.report.policy_text import shortened
-from jaxremat.report.sentences import tied_sentence
+from jaxremat.report.sentences import APART, tied_sentence
 from jaxremat.report.steps import LAYOUT_WORDS, steps_table
 from jaxremat.report.table import counted
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
 from jaxremat.trial.ties import ties
-from jaxremat.units import gib, percent_up
+from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.options import with_preset
 
@@ -47,6 +47,13 @@ def _rank(one: ComparedMesh) -> tuple[float, float, bool]:
     return (-(one.tokens_per_s or 0.0), -(one.bound_tokens_per_s or 0.0), one.state_bytes is None)
 
 
+def _may_be_as_fast(record: MeshChoiceRecord, fastest: float) -> list[str]:
+    """The meshes without an answer whose upper bound isn't told apart from the fastest one."""
+    error = record.paired_error or 0.0
+    without = [one for one in record.meshes if one.num_compiles and not one.tokens_per_s and one.batch is None]
+    return [one.mesh for one in without if (one.bound_tokens_per_s or 0.0) * (1 + error) > fastest]
+
+
 def mesh_sentence(record: MeshChoiceRecord) -> str:
     """Which mesh is the fastest of how many, how they were compared, and what is not known."""
     compared = [one for one in record.meshes if one.num_compiles]
@@ -70,10 +77,12 @@ def mesh_sentence(record: MeshChoiceRecord) -> str:
     if reached is None:
         return f"Nothing fits on any of {meshes} that hold the state. {record.mesh} takes the least, {by}."
     bound = max((one.bound_tokens_per_s or 0.0 for one in compared if one.mesh != record.mesh), default=0.0)
-    over = bound / reached - 1
-    fastest = f"one of the {len(tied)} fastest" if (tied := _tied(record)) else "the fastest"
-    place = fastest if over <= 0 else f"within {percent_up(over)} of the fastest"
+    near = _may_be_as_fast(record, reached)
+    num_fastest = max(1, len(_tied(record))) + len(near)
+    place = f"one of the {num_fastest} fastest" if num_fastest > 1 else "the fastest"
     under = with_preset("a plan" if is_plan else f"policy {shortened(record.requested_policy)}", record.xla_preset)
     most = f"{bound:,.0f} {_rate(record)} a device"
     others = f": no step on another one has more than {most}, by the same model" if bound else ""
-    return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}."
+    apart = f": {APART.format(record.paired_error)}" if record.paired_error else ""
+    also = f" By its upper bound {' or '.join(near)} may be as fast{apart}." if near else ""
+    return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}.{also}"

@@ -16,6 +16,9 @@ from jaxremat.units import gib
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE
 
+#: Why two steps count as equally fast, from how far their predicted times may be off beside each other, as a share.
+APART = "predicted times that differ by less than {:.0%} don't tell two steps apart"
+
 
 def largest_sentence(found: LargestBatchRecord) -> str:
     """The largest batch that a search found. If its step was run, how the run ended."""
@@ -208,7 +211,7 @@ def tied_sentence(error: float) -> str:
 
     `error` is how far they may be off beside each other, as a share.
     """
-    return f"{TIED} As fast as the fastest: predicted times that differ by less than {error:.0%} don't tell two steps apart."
+    return f"{TIED} As fast as the fastest: {APART.format(error)}."
 
 
 def own_sentences(rows: Sequence[StepRecord]) -> list[str]:

@@ -95,7 +95,8 @@ def choose_mesh(
     if best is None or best.trials is None:
         return record, None
     on_best = replace(request, mesh=_or_none(best.mesh))
-    session = Session.of(on_best, best.trials.target, factory=best.trials.factory).with_trials(steps=best.trials.steps)
+    session = Session.of(on_best, best.trials.target, factory=best.trials.factory)
+    session = session.with_trials(steps=best.trials.steps, compared_meshes=tuple(map(str, request.meshes)))
     session.planned_batch = best.batch
     return record, session
 

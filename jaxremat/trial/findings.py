@@ -17,6 +17,7 @@ def findings(
     arguments: tuple[LeafOnMesh, ...] = (),
     chunked_bytes: int | None = None,
     fused_attention: str = "",
+    compared_meshes: tuple[str, ...] = (),
 ) -> tuple[Finding, ...]:
     """The findings in a compiled step, with the most bytes first.
 
@@ -28,8 +29,10 @@ def findings(
         arguments: how the step's arguments lie on a mesh. Empty for one device.
         chunked_bytes: `total_bytes` of the same step with the chunked loss; None where that wasn't compiled.
         fused_attention: as in `LintInput`.
+        compared_meshes: as in `LintInput`.
     """
     known = {"arguments": arguments, "chunked_bytes": chunked_bytes, "fused_attention": fused_attention}
+    known |= {"compared_meshes": compared_meshes}
     found = find(lint_input(compilation, policy=policy, remedies=remedies, **known))
     planned = requested.partition(":")[0] in ("auto", "plan")  # a plan has weighed what saving attention's outputs is worth
     return tuple(finding for finding in found if not (planned and finding.rule == "attention-twice"))

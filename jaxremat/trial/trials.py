@@ -82,6 +82,7 @@ class Trials:
         own_optimizer: whether a workload's own optimizer is used, if it has one, and not that of `train`.
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
+        compared_meshes: the meshes of `--mesh auto`, of which that of the target is the best.
         keep_dump: whether XLA's dump of the program is read, for a map of the memory.
         before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
@@ -105,6 +106,7 @@ class Trials:
     own_optimizer: bool = True
     xla_preset: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
+    compared_meshes: tuple[str, ...] = ()
     keep_dump: bool = False
     before: Reading | None = None
     steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)

@@ -57,6 +57,7 @@ class LintInput:
         num_elsewhere: constraints on a device of this machine, which were dropped.
         frames: the Python stacks of the instructions of a program for several devices.
         fused_attention: what `jax.nn.dot_product_attention` calls the fused attention of the device. Empty if it has none.
+        compared_meshes: the meshes among which the command chose this one, so that no other one of them is a remedy.
     """
 
     module: hlo.Module
@@ -73,6 +74,7 @@ class LintInput:
     num_elsewhere: int = 0
     frames: Frames = Frames({}, {})
     fused_attention: str = ""
+    compared_meshes: tuple[str, ...] = ()
 
     @functools.cached_property
     def logit_sizes(self) -> frozenset[int]:

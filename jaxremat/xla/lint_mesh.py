@@ -52,6 +52,8 @@ def _replicated(facts: LintInput) -> Iterator[Finding]:
         remedy = f"say how each lies: a sharding NamedSharding(mesh, PartitionSpec({_largest_axis(facts)!r})) of the array"
     else:
         remedy = f"--mesh {f'data={rest},' * (rest > 1)}fsdp={size}"
+    if remedy.removeprefix("--mesh ") in facts.compared_meshes:
+        return
     yield Finding(
         "lies-whole",
         f"{gib(saved)} of the arguments are replicated on {facts.mesh.num_devices} devices, undivided by {facts.mesh}: "
