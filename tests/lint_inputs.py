@@ -1,17 +1,20 @@
 """Made-up inputs of the lint's rules, each with one mistake: what a rule says of it takes no compile."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxremat.chips.target import Target
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.grammar import parse
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Allocation, Buffer, Category, MemoryMap
+from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import ExecutedFlops
 from jaxremat.xla.lint import find
@@ -64,6 +67,11 @@ def memory(*buffers: Buffer) -> MemoryMap:
     apart = tuple(replace(buffer, name=f"b{n}", allocation=n) for n, buffer in enumerate(buffers))
     allocations = tuple(Allocation(b.allocation, b.num_bytes, "temp") for b in apart)
     return MemoryMap((), (("forward", 0, 1), ("backward", 2, 3)), allocations, (), (), apart, (), 2, ())
+
+
+def mapped(step: Callable[..., Any], args: tuple[Any, ...], target: Target) -> Compilation:
+    """A compiled step whose buffers are read, its parameters donated."""
+    return lower_and_compile(step, args, target, donate_argnums=0, keep_dump=True)
 
 
 def net(w: jax.Array, x: jax.Array) -> jax.Array:

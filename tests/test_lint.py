@@ -7,7 +7,6 @@ project's own models raise no false alarm under the named policies.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -29,7 +28,7 @@ from jaxremat.xla.lint_mesh import MESH_RULES
 from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import Traced, names_in_jax_policy, normalized_sizes, read_traced
 from tests.helpers import BATCH, GPT, LLAMA, TRAIN, UNROLLED, decoder_args, decoder_step
-from tests.lint_inputs import ATTENTION_TWICE, MIB, attends, made_up, memory, program
+from tests.lint_inputs import ATTENTION_TWICE, MIB, made_up, mapped, memory, program
 
 Layer = Callable[[Any, jax.Array], jax.Array]
 Step = Callable[..., Any]
@@ -315,26 +314,6 @@ def test_a_loop_over_time_without_remat():
         assert find(replace(sound, traced=Traced(loops=traced_of(step, *args).loops))) == ()
 
 
-def test_scores_that_fused_attention_would_not_store():
-    """Not where it takes no such shapes, where the device has none, where they are few bytes, or in the built-in decoder."""
-    facts = made_up()["scores-stored"]
-    assert one(find(facts), "scores-stored").num_bytes == 4 * MIB
-    for width, dtype, length in ((64, "float16", 512), (128, "bfloat16", 512), (8, "bfloat16", 512)):
-        assert rules(find(replace(facts, jaxpr=attends(width, dtype, length)))) == {"scores-stored"}
-    for width, dtype, length in ((64, "float32", 512), (136, "bfloat16", 512), (12, "bfloat16", 512), (64, "bfloat16", 511)):
-        assert find(replace(facts, jaxpr=attends(width, dtype, length))) == ()
-    assert facts.memory_map
-    (scores,) = facts.memory_map.buffers
-    package = str(Path(jaxremat.__file__).parent / "model" / "attention.py")
-    for other in (
-        replace(facts, fused_attention=""),
-        replace(facts, memory=replace(facts.memory, argument_bytes=2**30)),
-        replace(facts, memory_map=memory(replace(scores, source=f"{package}:7"))),
-        replace(facts, memory_map=memory(replace(scores, shape="bf16[4,512,1024]"))),
-    ):
-        assert find(other) == ()
-
-
 def scanned_groups(layer: Layer, loop: bool = False) -> Step:
     """Layers in groups of three in a body, in a scan or a fori_loop over groups."""
 
@@ -435,11 +414,6 @@ def test_logits_of_a_loss_by_hand_are_known_by_their_logarithm():
 # What is compiled.
 
 
-def mapped(step: Step, args: tuple[Any, ...], target: Target) -> Compilation:
-    """A compiled step whose buffers are read, its parameters donated."""
-    return lower_and_compile(step, args, target, donate_argnums=0, keep_dump=True)
-
-
 @pytest.mark.full
 def test_logits_are_found_in_any_loss_and_chunks_take_fewer_bytes(h100):
     """Of optax's losses, and of one by hand; not in chunks, of few classes, or scores of attention."""
@@ -452,42 +426,6 @@ def test_logits_are_found_in_any_loss_and_chunks_take_fewer_bytes(h100):
         assert good.memory.total_bytes < bad.memory.total_bytes / 2
     for loss in (few_classes, scores):
         assert "logits-largest" not in rules(find(lint_input(mapped(sgd(loss), (HEAD, *wide), h100))))
-
-
-@pytest.mark.full
-def test_scores_are_found_in_any_attention_and_fused_attention_takes_fewer_bytes(h100):
-    """Of two einsums, of a softmax in float32 with a mask, and of JAX's own attention without a fused kernel."""
-    x = jax.ShapeDtypeStruct((8, 1024, 256), jnp.bfloat16)
-    weights = [jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16) for _ in range(3)]
-
-    def einsums(q, k, v):
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), axis=-1), v)
-
-    def masked(q, k, v):
-        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) / 8
-        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
-
-    plain, fused = (
-        functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=name) for name in ("xla", "cudnn")
-    )
-
-    def step(attention: Callable[..., jax.Array]) -> Step:
-        def loss(layers, x):
-            for q, k, v, out in layers:
-                x = x + attention(*((x @ w).reshape(*x.shape[:2], 4, 64) for w in (q, k, v))).reshape(x.shape) @ out
-            return jnp.mean(x.astype(jnp.float32) ** 2)
-
-        return sgd(loss)
-
-    good = mapped(step(fused), (weights, x), h100)
-    assert "scores-stored" not in rules(find(lint_input(good, fused_attention="cudnn")))
-    for attention in (einsums, masked, plain):
-        bad = mapped(step(attention), (weights, x), h100)
-        finding = one(find(lint_input(bad, fused_attention="cudnn")), "scores-stored")
-        assert "test_lint.py:" in finding.evidence
-        saved = bad.memory.total_bytes - good.memory.total_bytes
-        assert saved == pytest.approx(finding.num_bytes, rel=0.25)
 
 
 @pytest.mark.full

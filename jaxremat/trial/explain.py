@@ -85,9 +85,16 @@ def linted(about: About) -> tuple[Finding, ...]:
     if trials.train.loss == "full" and chunked.train != trials.train and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
             chunked_bytes = chunked.compile(policy, batch).memory.total_bytes
-    arguments = trials.arguments_on_mesh(batch)
-    known = {"arguments": arguments, "chunked_bytes": chunked_bytes, "fused_attention": fused_attention_of(trials.target)}
-    return findings(compilation, about.requested, policy, trials.remedies, **known)
+    return findings(
+        compilation,
+        about.requested,
+        policy,
+        trials.remedies,
+        arguments=trials.arguments_on_mesh(batch),
+        chunked_bytes=chunked_bytes,
+        fused_attention=fused_attention_of(trials.target),
+        speed=trials.target.speed,
+    )
 
 
 def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:

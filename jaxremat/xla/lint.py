@@ -8,6 +8,7 @@ and the memory map, if the dump was read. A rule that lacks its input finds noth
 """
 
 import difflib
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -27,11 +28,13 @@ from jaxremat.workload.workload import Workload
 from jaxremat.xla import hlo
 from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import is_recompute, phase_of
+from jaxremat.xla.clock import times_of
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import exchanges
 from jaxremat.xla.flops import NO_FLOPS, add_flops, executed, executed_flops, instruction_flops, is_matmul, kind_of_call
 from jaxremat.xla.hlo import plain_scope
+from jaxremat.xla.kernels import kernels_of
 from jaxremat.xla.lint_input import (
     LintInput,
     Remedies,
@@ -56,6 +59,8 @@ _STATES_OF_NNX = re.compile(r"\w+\.states\[")
 
 #: A loop's residuals, and attention's scores, are much of a step from this share of its bytes on.
 _MUCH = 0.3
+#: Kernels that write or read scores are much from this share of a step's time, or of the bytes that it moves, on.
+_MUCH_TIME = 0.2
 #: The folder of this package, whose decoder has an attention that was requested, or whose choice is said in the heading.
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -115,7 +120,7 @@ def lint(
     remedies: Remedies = "code"
     on = target if isinstance(target, Target) else load_target(target)
     on = in_pool(on) if xla_remat else on
-    known: dict[str, Any] = {"fused_attention": fused_attention_of(on)}
+    known: dict[str, Any] = {"fused_attention": fused_attention_of(on), "speed": on.speed}
     shardings = None
     if isinstance(function, Workload):
         if args is not None or donate_argnums != ():
@@ -480,30 +485,61 @@ def _logits_largest(facts: LintInput) -> Iterator[Finding]:
 
 
 def _scores_stored(facts: LintInput) -> Iterator[Finding]:
+    """Scores of attention that take much of the bytes at the peak, or much of the step's time."""
     shapes = score_shapes(facts.jaxpr) if facts.memory_map and facts.fused_attention else ()
-    scores = [
-        (buffer, size)
-        for buffer, size in at_peak(facts.memory_map)
-        if any(_has_scores(buffer, shape) for shape in shapes) and not buffer.source.startswith(_PACKAGE)
-    ]
-    num_bytes = sum(size for _, size in scores)
-    if num_bytes < _MUCH * facts.memory.total_bytes:
+    if not facts.memory_map or not shapes:
         return
-    largest = scores[0][0]
-    yield Finding(
-        "scores-stored",
-        f"attention stores its scores, every query by every key: {gib(num_bytes)} of {gib(facts.memory.total_bytes)} at the "
-        f"peak, such as {largest.shape} at {line_of(largest)}",
-        f"jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation={facts.fused_attention!r}), which stores none",
-        num_bytes,
-        largest.source,
+    remedy = (
+        f"jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation={facts.fused_attention!r}), which stores none"
     )
+    scores = [(buffer, size) for buffer, size in at_peak(facts.memory_map) if _is_of_scores(buffer, shapes)]
+    num_bytes, every = sum(size for _, size in scores), "its scores, every query by every key"
+    if num_bytes >= _MUCH * facts.memory.total_bytes:
+        peak = f"{gib(num_bytes)} of {gib(facts.memory.total_bytes)} at the peak, such as {_shape_and_line(scores[0][0])}"
+        yield Finding("scores-stored", f"attention stores {every}: {peak}", remedy, num_bytes, scores[0][0].source)
+        return
+    made = [buffer for buffer in facts.memory_map.buffers if _is_of_scores(buffer, shapes)]
+    if made and (cost := _cost_of_scores(facts, shapes)):
+        largest = max(made, key=lambda buffer: buffer.num_bytes)
+        spent = f"{cost}, such as of {_shape_and_line(largest)}"
+        yield Finding("scores-stored", f"attention makes {every}, in {spent}", remedy, source=largest.source)
 
 
-def _has_scores(buffer: Buffer, shape: tuple[int, ...]) -> bool:
-    """Whether a buffer has scores of this shape, those of a layer or of several."""
-    dims = Counter(dim for one in hlo.parse_shapes(buffer.shape) for dim in one.dims)
-    return num_elements(buffer) == buffer.num_layers * math.prod(shape) and Counter(shape[-2:]) <= dims
+def _cost_of_scores(facts: LintInput, shapes: Iterable[tuple[int, ...]]) -> str:
+    """The seconds of the kernels that write or read scores, in words.
+
+    They are the kernels' bytes where the device's speed isn't known. Empty if they aren't much of the step's.
+    """
+    names = {
+        i.name
+        for computation, i, _ in executed(facts.module)
+        for one in (*i.shapes, *itertools.chain.from_iterable(computation.operand_shapes(i)))
+        if any(one.num_elements and one.num_elements % math.prod(of) == 0 and _has_both(one.dims, of) for of in shapes)
+    }
+    moved = {kernel.name: kernel.num_bytes * kernel.count for kernel in kernels_of(facts.module)}
+    costs = times_of(facts.module, facts.speed) if facts.speed else moved
+    spent, total = sum(costs.get(name, 0.0) for name in names), sum(costs.values())
+    if spent < _MUCH_TIME * total:
+        return ""
+    if facts.speed:
+        return f"kernels that take {1e3 * spent:,.1f} ms of the step's {1e3 * total:,.1f} ms, predicted"
+    return f"kernels that read and write {gib(int(spent))} of the step's {gib(int(total))}"
+
+
+def _is_of_scores(buffer: Buffer, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether a buffer has scores of one of these shapes, of a user's own attention."""
+    dims = [dim for one in hlo.parse_shapes(buffer.shape) for dim in one.dims]
+    fitting = (shape for shape in shapes if num_elements(buffer) == buffer.num_layers * math.prod(shape))
+    return any(_has_both(dims, shape) for shape in fitting) and not buffer.source.startswith(_PACKAGE)
+
+
+def _has_both(dims: Iterable[int], shape: tuple[int, ...]) -> bool:
+    """Whether an array has the queries' and the keys' dimension of scores of this shape."""
+    return Counter(shape[-2:]) <= Counter(dims)
+
+
+def _shape_and_line(buffer: Buffer) -> str:
+    return f"{buffer.shape} at {line_of(buffer)}"
 
 
 #: All rules by name, in the order in which they run.

@@ -9,6 +9,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.spec import Policy
@@ -57,6 +58,7 @@ class LintInput:
         num_elsewhere: constraints on a device of this machine, which were dropped.
         frames: the Python stacks of the instructions of a program for several devices.
         fused_attention: what `jax.nn.dot_product_attention` calls the fused attention of the device. Empty if it has none.
+        speed: what the device reaches. None if it isn't known.
         compared_meshes: the meshes among which the command chose this one, so that no other one of them is a remedy.
     """
 
@@ -74,6 +76,7 @@ class LintInput:
     num_elsewhere: int = 0
     frames: Frames = Frames({}, {})
     fused_attention: str = ""
+    speed: DeviceSpeed | None = None
     compared_meshes: tuple[str, ...] = ()
 
     @functools.cached_property
