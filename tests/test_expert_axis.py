@@ -74,7 +74,6 @@ def test_what_an_expert_axis_cannot_divide_is_rejected(model, mesh, planned, val
     [
         ("dense", "fsdp=2,expert=4", True),
         ("dense", "data=2,expert=2,tensor=2", False),
-        ("ragged", "fsdp=2,expert=2,tensor=2", True),
         ("ragged", "fsdp=8", True),
     ],
 )
@@ -97,11 +96,10 @@ def test_each_device_computes_its_share_of_the_experts(dispatch, mesh, scan_laye
     assert 0 < again.num_again <= again.num_forward < 100, "each matmul counts once, and not once for each device"
     assert {"all-gather", "reduce-scatter"} <= {k.collective.kind for k in kernels_of(done.module) if k.collective}
     saved_bytes = sum(some.num_bytes for some in row.kept.saved if some.kind == "name")
-    if dispatch == "dense" or shape.expert == 1:
-        assert run.target.speed
-        (kind,) = estimate_workload(run, run.target.speed, 2)
-        of_layer = {value.name: value.num_bytes for value in kind.layer.problem.values if value.saveable}
-        assert saved_bytes == kind.num_layers * (of_layer["mlpwi_0"] + of_layer["mlpwi_1"])
+    assert run.target.speed
+    (kind,) = estimate_workload(run, run.target.speed, 2)
+    of_layer = {value.name: value.num_bytes for value in kind.layer.problem.values if value.saveable}
+    assert saved_bytes == kind.num_layers * (of_layer["mlpwi_0"] + of_layer["mlpwi_1"])
     if dispatch == "dense":
         experts, tokens = model.num_experts // shape.expert, shape.expert * 2 * run.train.seq_len
         of_gates = 2 * model.num_layers * experts * tokens * model.mlp_dim // shape.tensor * 2  # in bf16
