@@ -23,7 +23,7 @@ def typed(text: str) -> tuple[RunFlags, ExplainFlags]:
     """The flags of a run, and those of the command that it names for a step of batch 16."""
     flags = parse_flags(RunFlags, shlex.split(text))
     row = step("none", 16, seq_len=64, mesh="fsdp=4", layout="unrolled", requested_policy=flags.policy[-1])
-    command, words = lint_line(flags, row).partition(": ")[2].partition(" explain ")[::2]
+    command, words = lint_line(flags, [row]).partition(": ")[2].partition(" explain ")[::2]
     assert command == "jaxremat"
     found = parse_flags(ExplainFlags, shlex.split(words), "explain")
     assert found == explain_flags(flags, row)
@@ -54,17 +54,22 @@ def test_what_a_plan_chose_is_in_the_command():
 
 def test_there_is_no_command_without_much_to_gain():
     flags, row = RunFlags(), step()
-    assert lint_line(flags, row)
-    assert lint_line(flags, None) == lint_line(flags, replace(row, temp_bytes=GIB)) == ""
-    assert lint_line(replace(flags, distributed=True), row) == ""
+    assert lint_line(flags, [row])
+    assert lint_line(flags, []) == lint_line(flags, [replace(row, temp_bytes=GIB)]) == ""
+    assert lint_line(replace(flags, distributed=True), [row]) == ""
+
+
+def test_a_policy_too_long_to_type_is_passed_over():
+    flags, plan, dots = RunFlags(), step(f"save:{','.join(map('value_{}'.format, range(30)))}"), step("dots")
+    assert lint_line(flags, [plan, dots]) == lint_line(flags, [dots]).replace("the fastest step", "the step of dots")
+    assert lint_line(flags, [plan]) == ""
 
 
 def test_the_command_is_of_the_fastest_step_that_fits():
     printer = Printer(Report(Console(file=io.StringIO())))
-    assert printer.best() is None
+    assert printer.fastest() == []
     for row in (step("none", fits=False, step_s=0.001), step("dots", step_s=0.02), step("nothing", step_s=0.01)):
         printer.turn_to(len(printer.answers))
         printer.row(row)
         printer.policy_done()
-    assert (best := printer.best())
-    assert best.policy == "nothing"
+    assert [row.policy for row in printer.fastest()] == ["nothing", "dots"]

@@ -5,6 +5,7 @@ jaxremat explain --model gpt2 --policy dots --batch 128 --lint
 
 import dataclasses
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxremat.cli.explain import ExplainFlags
@@ -16,17 +17,25 @@ from jaxremat.workload.given import OWN_LOSS
 
 #: Temporaries that are less than this share of a step's bytes leave little to gain.
 _MUCH = 0.5
+#: The length of a policy that may be typed. The findings of a plan are most often those of any other policy.
+_SHORT = 120
 
 
-def lint_line(flags: RunFlags, row: TrialRecord | None) -> str:
+def lint_line(flags: RunFlags, rows: Sequence[TrialRecord]) -> str:
     """The line that says which command shows all findings of the lint in a step.
 
     Empty where that command can't compile the step, or where the state takes most of its bytes.
+
+    Args:
+        flags: the flags of `jaxremat run`.
+        rows: the steps that fit, the fastest first. The first whose policy is short enough to be typed is taken.
     """
+    row = next((row for row in rows if len(row.policy) <= _SHORT), None)
     if row is None or flags.distributed or (row.temp_bytes or 0) < _MUCH * (row.total_bytes or 0):
         return ""
     command = shlex.join(["jaxremat", "explain", *words_of(explain_flags(flags, row))])
-    return f"To look for likely mistakes in the fastest step: {command}"
+    step = "the fastest step" if row is rows[0] else f"the step of {row.policy}"
+    return f"To look for likely mistakes in {step}: {command}"
 
 
 def explain_flags(flags: RunFlags, row: TrialRecord) -> ExplainFlags:

@@ -115,7 +115,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 answer_all(session, listener, answer_of, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
-        report.say(*filter(None, [lint_line(flags, printer.best())]), wrap=False)
+        report.say(*filter(None, [lint_line(flags, printer.fastest())]), wrap=False)
     return printer.exit_code()
 
 
@@ -242,7 +242,7 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
                 answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one), show_error)
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
-    report.say(*filter(None, [lint_line(request.flags, printer.best())]), wrap=False)
+    report.say(*filter(None, [lint_line(request.flags, printer.fastest())]), wrap=False)
     return printer.exit_code()
 
 

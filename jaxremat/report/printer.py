@@ -262,10 +262,10 @@ class Printer:
         table = steps.policy_table(self.answers, "policies side by side")
         return table, *sentences.tied_sentences(self.answers), *sentences.own_sentences(self.answers)
 
-    def best(self) -> TrialRecord | None:
-        """The answer of the highest rate among those that fit. None if nothing fits."""
+    def fastest(self) -> list[TrialRecord]:
+        """The answers that fit, from the highest rate down."""
         fitting = [row for row in self.answers if row.outcome == "ok"]
-        return max(fitting, key=lambda row: row.rate or 0.0, default=None)
+        return sorted(fitting, key=lambda row: -(row.rate or 0.0))
 
     def no_fit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""
