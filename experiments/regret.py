@@ -39,7 +39,7 @@ class Flags:
     most_choices: int = 32
     """Blocks of more choices are left out. For a TPU each takes XLA many seconds."""
     times: int = 1
-    """So many times the rows of a block. A TPU keeps small blocks whole in its VMEM, where saving takes no memory."""
+    """So many times the rows of a block. A small block of a TPU is wholly in its VMEM, where saving takes no memory."""
     target: str = "h100-80gb"
     parts: Annotated[tuple[Part, ...], Parameter(metavar="PART")] = get_args(Part)
     out: Path = RESULTS

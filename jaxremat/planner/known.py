@@ -99,12 +99,12 @@ class Known:
 
     @property
     def is_small(self) -> bool:
-        """Whether XLA has compiled or rejected each step so far within a second or two. True before the first one."""
+        """Whether XLA has taken seconds for each step so far. True before the first one."""
         return all(step.cost.is_small or step.cost.is_rejected for step in self.tried.values())
 
     @property
     def most_that_fit(self) -> int | None:
-        """How many steps that fit are compiled at most. None for no limit, as where each takes XLA seconds."""
+        """How many steps that fit are compiled at most. None for no limit, as for small ones."""
         return None if self.best() and self.is_small else self.steps.most_that_fit
 
     def add(self, policy: Policy, place: Place) -> Tried:
