@@ -1,5 +1,6 @@
 """The measured tables of kernels: what is interpolated from them, against the rows themselves and against another GPU's."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -44,6 +45,19 @@ def test_a_row_is_what_its_neighbours_say(generation, dtype):
             off.append(abs(math.sqrt(below * above) / flops_per_s - 1))
     assert len(off) == 225
     assert median(off) < (0.06 if dtype == "bf16" else 0.09)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_a_small_product_takes_no_longer_than_a_padded_one(generation, dtype):
+    """The product of 8 rows with 10 columns over 2,048 was predicted to take 21 s, by lines extended along two axes."""
+    found = tables(generation)
+
+    def seconds(*sizes: int) -> float:
+        return math.prod(sizes) / (found.matmul_share(Product(1, *sizes), dtype) or 0.0)
+
+    for sizes in itertools.product((1, 8, 10, 100, 256, 3000), repeat=3):
+        assert seconds(*sizes) <= seconds(*(max(size, 256) for size in sizes)) * (1 + 1e-9)
 
 
 def test_what_lies_on_the_grid_and_around_it():

@@ -3,7 +3,7 @@
 A table is of one generation of a maker's chips. The rates in it are of kernels that run alone. For example, a table has bf16
 matmuls of 2048 x 2048 x 2048 at 641e12 FLOP/s and of 4096 x 2048 x 2048 at 727e12, so that one of 3000 x 2048 x 2048 is expected
 at 687e12. Between two sizes the logarithm of the rate is linear in the logarithm of the size. Above the largest size the rate is
-that of the largest one. Below the smallest size the line is extended.
+that of the largest one. Below the smallest size the line is extended, but no product takes longer than a padded one.
 """
 
 import itertools
@@ -66,7 +66,15 @@ class Grid:
     rates: Mapping[tuple[int, ...], float]
 
     def at(self, sizes: Sequence[int]) -> float:
-        """The rate at some sizes. Its logarithm is linear in that of each size between two points."""
+        """The rate at some sizes. Its logarithm is linear in that of each size between two points.
+
+        Below the smallest size the line is extended, but a product takes no longer than one that is padded to that size.
+        """
+        smallest = [max(size, axis[0]) for axis, size in zip(self.axes, sizes, strict=True)]
+        padded = self._on_line(smallest) * math.prod(sizes) / math.prod(smallest)
+        return max(padded, self._on_line(sizes)) if smallest != [*sizes] else padded
+
+    def _on_line(self, sizes: Sequence[int]) -> float:
         around = []
         for axis, size in zip(self.axes, sizes, strict=True):
             upper = min(max(bisect_left(axis, min(size, axis[-1])), 1), len(axis) - 1)
