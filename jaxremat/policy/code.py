@@ -315,10 +315,10 @@ def _replaced(kinds: Sequence[Kind], program: Any, params: Any) -> list[str]:
 
     Flax names a module without a name after its checkpoint, and its parameters after the module.
     """
-    paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(params))
-    renamed = dict.fromkeys(name for path in paths for name in re.findall(r"\bCheckpoint(\w+_\d+)\b", path))
     if places := dict.fromkeys(kind.checkpoint for kind in kinds if kind.checkpoint):
-        moved = [f"# (It names parameters: those of Checkpoint{name} are then those of {name}.)" for name in [*renamed][:1]]
+        paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(params))
+        renamed = next((name for path in paths for name in re.findall(r"\bCheckpoint(\w+_\d+)\b", path)), "")
+        moved = [f"# (It names parameters: those of Checkpoint{renamed} are then those of {renamed}.)"] * bool(renamed)
         return [*moved, f"# In place of the author's checkpoint, which is called at {' and '.join(places)}:"]
     return ["# In place of the model's own checkpoints:"] * any(map(is_checkpoint, _equations(program.jaxpr)))
 

@@ -121,10 +121,10 @@ def opened(equations: Sequence[Equation]) -> list[Equation]:
     The values of the checkpoint's equations have numbers of their own.
     """
     around = checkpoints_around(equations)
-    return [inner for equation in equations for inner in (_inside(equation) if equation in around else [equation])]
+    return [inner for equation in equations for inner in (_of_checkpoint(equation) if equation in around else [equation])]
 
 
-def _inside(checkpoint: Equation) -> Iterator[Equation]:
+def _of_checkpoint(checkpoint: Equation) -> Iterator[Equation]:
     called_at = (*checkpoint.called_at, checkpoint.traceback)
     for inner in flatten(callee(checkpoint.eqn)).equations:
         stack = checkpoint.name_stack + inner.name_stack
