@@ -596,7 +596,7 @@ def test_prices_of_what_is_offloaded():
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         offloaded = policy.offload if isinstance(policy, Names) else ()
         least = Xla()(NOTHING, loss, batch)
-        return replace(least, step_s=least.step_s - len(offloaded))
+        return replace(least, step_s=least.step_s - 400 * len(offloaded))
 
     budget = compiled(NOTHING, "full", 8).total_bytes
     found = find_plan(Steps(offloading_layer_at, compiled, LAYERS, budget), losses=("full",), batch=8)

@@ -26,26 +26,41 @@ def layer(seconds: float = 4.0) -> LayerEstimate:
 
 def test_a_step_says_most_of_what_it_saves():
     """Saving `up` was expected to take 4 s off the step, and takes off 1. `gate` is the result of a matmul, too."""
-    of_layer, layout_s = corrected(layer(), [Seen({1: 8}, 3.0, step_s=1.0)])
+    of_layer, layout_s = corrected(layer(), [Seen({1: 8}, 0.0, 3.0, step_s=1.0)])
     assert [value.save_s for value in of_layer.problem.values] == pytest.approx([0, 3, 2, 1], rel=1e-3)
     assert layout_s == 0
     assert corrected(layer(), []) == (layer(), 0.0)
 
 
 def test_further_steps_tell_values_apart():
-    seen = [Seen({1: 8}, 3.0, 1.0), Seen({1: 8, 2: 8}, 3.0, 1.0), Seen({3: 8}, 0.5, 1.0)]
+    seen = [Seen({1: 8}, 0.0, 3.0, 1.0), Seen({1: 8, 2: 8}, 0.0, 3.0, 1.0), Seen({3: 8}, 0.0, 0.5, 1.0)]
     of_layer, _ = corrected(layer(), seen)
     assert [value.save_s for value in of_layer.problem.values] == pytest.approx([0, 3, 0, 0.5], rel=1e-2, abs=1e-2)
 
 
+def test_what_few_bytes_hardly_explain_is_recomputing():
+    """A small value was expected to take 4 s off the step, and takes off 2: so will others, and no byte costs more."""
+    small = layer().problem
+    values = (small.values[0], replace(small.values[1], num_bytes=1), *(replace(v, num_bytes=400) for v in small.values[2:]))
+    of_layer, _ = corrected(replace(layer(), problem=replace(small, values=values)), [Seen({1: 1}, 4.0, 2.0, step_s=1.0)])
+    assert [op.recompute_s for op in of_layer.problem.ops] == pytest.approx([2, 2, 2], rel=1e-2)
+    assert max(value.save_s for value in of_layer.problem.values) < 0.1
+
+
+@pytest.mark.parametrize(("beyond_s", "factor"), [(40.0, 0.1), (-40.0, 1.5)])
+def test_recomputing_is_never_free(beyond_s, factor):
+    of_layer, _ = corrected(layer(), [Seen({}, 4.0, beyond_s, step_s=1.0)])
+    assert [op.recompute_s for op in of_layer.problem.ops] == pytest.approx([4 * factor] * 3)
+
+
 def test_no_price_is_below_nothing():
-    of_layer, _ = corrected(layer(), [Seen({1: 8}, -3.0, 1.0)])
+    of_layer, _ = corrected(layer(), [Seen({1: 8}, 0.0, -3.0, 1.0)])
     assert {value.save_s for value in of_layer.problem.values} == {0.0}
 
 
 def test_a_difference_between_layouts_is_none_of_a_value():
     """Both steps take 5 s more than those of a scan were foreseen to, whatever they save."""
-    seen = [Seen({1: 8}, 5.0, 100.0, is_beside_scan=True), Seen({1: 16}, 5.0, 100.0, is_beside_scan=True)]
+    seen = [Seen({1: n}, 0.0, 5.0, 100.0, is_beside_scan=True) for n in (8, 16)]
     of_layer, layout_s = corrected(layer(0.01), seen)
     assert layout_s == pytest.approx(5.0, rel=0.01)
     assert max(value.save_s for value in of_layer.problem.values) < 0.01

@@ -243,11 +243,11 @@ def _largest(
         yield Reached(speed(low, first))
     else:
         fixed_bytes = trials.state_bytes()
-        guess = Curve((CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first))).reach(budget_bytes)
+        guess = _reach(CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first), budget_bytes)
         high = at_most(batches[1:], min(guess, GROWTH * low))
         second = _first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
         curve = Curve((CurvePoint(low, first), second))
-        reach = min(int(curve.reach(budget_bytes)) + 1, batches[-1])
+        reach = min(int(_reach(*curve.points, budget_bytes)) + 1, batches[-1])
         yield speed(reach, curve.at(reach))
         compiles.estimated(at_most(batches, reach - 1))
         found = largest_batch(
@@ -260,6 +260,12 @@ def _largest(
         )
         one.batch, one.total_bytes = found.largest, found.largest_bytes
         yield Reached(speed(found.largest, _microbatch(trials, policy, found.largest)))
+
+
+def _reach(low: CurvePoint, high: CurvePoint, budget_bytes: int) -> float:
+    """The batch at which the line through two steps meets the budget."""
+    per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
+    return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence
 
 
 def _first_accepted(compile_step: Callable[[int], Cost], batches: Sequence[int], high: int) -> CurvePoint:

@@ -35,10 +35,6 @@ class Curve:
         """The points whose steps XLA compiled."""
         return tuple(point for point in self.points if not point.cost.is_rejected)
 
-    @property
-    def _corners(self) -> tuple[CurvePoint, ...]:
-        return self.accepted if len(self.accepted) > 1 else self.points
-
     def with_point(self, batch: int, cost: Cost) -> "Curve":
         """The curve through one more compiled step.
 
@@ -62,8 +58,8 @@ class Curve:
     def at(self, batch: int) -> Cost:
         if compiled := next((point.cost for point in self.points if point.batch == batch), None):
             return compiled
-        corners, last = self._corners, len(self._corners) - 1
-        right = next((n for n, point in enumerate(corners) if n and point.batch >= batch), last)
+        corners = self.accepted if len(self.accepted) > 1 else self.points
+        right = next((n for n, point in enumerate(corners) if n and point.batch >= batch), len(corners) - 1)
         low, high = corners[right - 1 : right + 1]
         share = (batch - low.batch) / (high.batch - low.batch)
         total_bytes = round(low.cost.total_bytes + share * (high.cost.total_bytes - low.cost.total_bytes))
@@ -86,9 +82,3 @@ class Curve:
             return replace(moment, total_bytes=total_bytes - round((total_there - moment.total_bytes) * batch / near))
 
         return lambda gone: tuple(map(scaled, moments(gone)))
-
-    def reach(self, budget_bytes: int) -> float:
-        """The batch at which the line through the last two points meets the budget."""
-        low, high = self._corners[-2:]
-        per_sequence = max(1.0, (high.cost.total_bytes - low.cost.total_bytes) / (high.batch - low.batch))
-        return low.batch + (budget_bytes - low.cost.total_bytes) / per_sequence

@@ -212,11 +212,11 @@ class Known:
         for (policy, place), candidate in self.own_choices().items():
             if step := self.tried.get((policy, place)):
                 layer, step_s = self.estimate_at(place.batch), step.cost.step_s
-                foreseen_s = self.base(place).step_s - num_layers * (layer.nothing_s - candidate.layer_s(layer))
-                values = layer.problem.values
-                saved_bytes = {v: num_layers * share * values[v].num_bytes for v, share in candidate.shares.items()}
+                saved_s = num_layers * (layer.nothing_s - candidate.layer_s(layer))
+                sizes = [num_layers * value.num_bytes for value in layer.problem.values]
+                saved_bytes = {v: share * sizes[v] for v, share in candidate.shares.items()}
                 is_beside_scan = self.scanned is not None and (NOTHING, place) not in self.tried
-                yield Seen(saved_bytes, step_s - foreseen_s, step_s, is_beside_scan)
+                yield Seen(saved_bytes, saved_s, step_s + saved_s - self.base(place).step_s, step_s, is_beside_scan)
 
     # Bytes.
 
