@@ -83,6 +83,12 @@ def test_the_remedy_of_attention_is_the_policy_that_saves_it():
     for text, remedy in (("dots", "dots+attention"), ("own", "dots+attention"), mix):
         facts = replace(made_up()["attention-twice"], policy=parse(text), remedies="flags")
         assert one(find(facts), "attention-twice").remedy.split() == ["--policy", remedy]
+    facts = replace(made_up()["attention-twice"], policy=parse("own"), remedies="flags")
+    names = {"up": frozenset[int](), "down": frozenset[int]()}
+    named = replace(facts.traced, saves_matmuls=False, policy_names=frozenset({"up", "elsewhere"}), names=names)
+    facts = replace(facts, traced=named)
+    found = one(find(facts), "attention-twice")
+    assert (found.remedy, "softmax statistics" in found.evidence) == ("--policy save:up+attention", True)
     for text in ("every:2+dots", "one-in:2"):  # they compute whole groups again on purpose
         assert find(replace(made_up()["attention-twice"], policy=parse(text))) == ()
 

@@ -21,7 +21,7 @@ from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.policy.grammar import as_policy
-from jaxremat.policy.spec import NONE, OWN, Policy
+from jaxremat.policy.spec import NONE, OWN, Names, Policy
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, step_shardings
 from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
@@ -199,8 +199,14 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     num_again = flops.num_attention_forward - backward
     if all(scope for scope, _ in calls):  # attention without a gradient, as of a frozen model, runs forward alone
         num_again = sum(times for scope, times in calls if is_recompute(scope))
-    saves_something = facts.traced.saves_matmuls or not facts.traced.policy_names.isdisjoint(facts.traced.names)
-    saver = "dots+attention" if facts.policy in (None, OWN) else facts.policy.with_attention()
+    named = sorted(facts.traced.policy_names.intersection(facts.traced.names))
+    saves_something = facts.traced.saves_matmuls or named
+    if facts.policy not in (None, OWN):
+        saver = facts.policy.with_attention()
+    elif named and not facts.traced.saves_matmuls and not facts.memory.host_temp_bytes:
+        saver = Names(tuple(named), attention=True)
+    else:
+        saver = "dots+attention"
     # A policy that saves nothing of a layer, or that recomputes whole groups of layers, requests this second run.
     if not backward or num_again <= 0 or not saves_something or saver is None:
         return
@@ -210,9 +216,9 @@ def _attention_twice(facts: LintInput) -> Iterator[Finding]:
     yield Finding(
         "attention-twice",
         f"fused attention's forward kernel runs {backward + num_again} times for {backward} backward ones: "
-        f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's",
-        facts.under_policy(saver)
-        + ("" if facts.has_flags else ": a name on the output doesn't save the kernel's softmax statistics"),
+        f"{again / 1e9:,.{0 if again >= 1e10 else 3}f} GFLOP more, {share:.1f}% of the step's"
+        + (", as a name on the output doesn't save the kernel's softmax statistics" if named else ""),
+        facts.under_policy(saver),
     )
 
 
