@@ -5,6 +5,7 @@ A failure here, with a newer jax, says what to change there. All other tests res
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxremat.chips.target import load_target
+from jaxremat.mesh.axes import parse_mesh
 from jaxremat.policy import jax_private
 from jaxremat.policy.spec import Names
 
@@ -287,6 +290,21 @@ def test_the_configuration_of_an_equation(partitionable):
 
 
 @pytest.mark.full
+def test_what_fused_attention_on_a_mesh_is_called_with():
+    """The lowered program has an address. Beside it are the function that divides the operation, and its static arguments."""
+    mesh = load_target("h100-80gb", parse_mesh("fsdp=2")).mesh
+    assert mesh
+    x = jax.ShapeDtypeStruct((4, 64, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    attention = functools.partial(jax.nn.dot_product_attention, local_window_size=(16, 0), implementation="cudnn")
+    lowered = jax.jit(lambda x: attention(x, x, x, is_causal=True)).trace(x).lower(lowering_platforms=("cuda",))
+    (address,) = re.findall(r'backend_config = "(\d+)"', lowered.as_text())
+    called = jax_private.divided_in_python(address)
+    assert called
+    assert "dot_product_attention_fwd_partition" in called
+    assert ", 17, " in called, "the window counts the token itself"
+    assert jax_private.divided_in_python("1") is None
+
+
 def test_the_flags_that_xla_read():
     """Those of the process, as it was started."""
     code = "from jaxremat.policy.jax_private import xla_flags; print(b'a-pass' in xla_flags())"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,8 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 
+from jaxremat.chips.target import load_target
 from jaxremat.errors import CompileError, UsageError
+from jaxremat.mesh.axes import parse_mesh
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.policy.grammar import parse
 from jaxremat.trial.explain import explain
@@ -140,6 +144,48 @@ def test_a_store_that_is_off_has_no_keys_and_a_wrong_size_is_an_error(store, h10
     with pytest.raises(UsageError) as caught:
         result_key(PROGRAM, h100, {})
     assert SIZE in caught.value.got
+
+
+def attention(window: tuple[int, int] | None, divide: Any = None) -> Any:
+    """Fused attention on two devices, lowered. `divide` is an operation on its result."""
+    mesh = load_target("h100-80gb", parse_mesh("fsdp=2")).mesh
+    assert mesh
+    x = jax.ShapeDtypeStruct((4, 64, 2, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+
+    def step(x):
+        y = jax.nn.dot_product_attention(x, x, x, is_causal=True, local_window_size=window, implementation="cudnn")
+        return divide(y) if divide else y
+
+    return jax.jit(step).trace(x).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.full
+def test_addresses_of_this_process_are_no_part_of_a_key():
+    """Each lowering has addresses of its own. The window of attention isn't in the text, and still tells keys apart."""
+    lowered = [attention(window) for window in (None, None, (16, 0))]
+    first, again, windowed = (one.as_text(debug_info=True) for one in lowered)
+    plain, of_window = (re.sub(r'(?<=backend_config = )"\d+"', "", text) for text in (first, windowed))
+    assert first != again
+    assert plain == of_window
+    first, again, windowed = map(results.without_addresses, (first, again, windowed))
+    assert first == again != windowed
+
+
+@pytest.mark.full
+def test_operations_that_others_divide_in_python_keep_their_addresses():
+    @custom_partitioning
+    def halved(x):
+        return x / 2
+
+    halved.def_partition(
+        partition=lambda mesh, args, result: (mesh, lambda x: x / 2, result.sharding, (args[0].sharding,)),
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="... -> ...",
+    )
+    lowered = attention(None, halved)
+    text = results.without_addresses(lowered.as_text(debug_info=True))
+    assert len(re.findall(r'@CustomSPMDPartitioning[^\n]*backend_config = "\d+"', text)) == 1
+    assert len(re.findall(r'@CustomSPMDPartitioning[^\n]*backend_config = "jax', text)) == 1
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, -1])

@@ -268,6 +268,22 @@ def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
 # XLA.
 
 
+def divided_in_python(address: str) -> str | None:
+    """What an operation of JAX's own that says in Python how a mesh divides it is called with.
+
+    It is the function by which it is divided, and its static arguments. None for operations of other packages.
+
+    Args:
+        address: what the lowered program has as the `backend_config` of the operation, while that program exists.
+    """
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    callbacks = custom_partitioning.__call__.__globals__.get("_sharding_callbacks", {})
+    if (called := callbacks.get(address.encode())) is None or not called.partition.__module__.startswith("jax."):
+        return None
+    return f"{called.partition.__module__}.{called.partition.__qualname__} {called.static_args}"
+
+
 def xla_flags() -> bytes:
     """The options of a compile, serialized, with what XLA read of XLA_FLAGS.
 

@@ -48,7 +48,7 @@ from jaxremat.xla.memory import CompiledMemory, memory_of_rejected, read_memory
 from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting, of_while_loop
-from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result
+from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result, without_addresses
 from jaxremat.xla.traced import offloads_in_loop
 
 #: A limit of `limit_bytes` that hardly any program is within.
@@ -278,7 +278,7 @@ def _from_xla(
     Raises:
         RuntimeError: XLA rejected the program, and not as too large.
     """
-    key = result_key(lowered.as_text(debug_info=True), target, options) if stores else None
+    key = result_key(without_addresses(lowered.as_text(debug_info=True)), target, options) if stores else None
     if key and (stored := stored_result(key)):
         return stored, None
     started, written = time.perf_counter(), None

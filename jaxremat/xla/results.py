@@ -4,7 +4,8 @@ No program is compiled twice. All commands and processes share the store. A resu
 the compiled program, or the words in which XLA rejected the program. What this package derives from them isn't stored: a
 mended reader or clock takes effect. Executables aren't stored either.
 
-    key = result_key(lowered.as_text(debug_info=True), target, options)
+    program = without_addresses(lowered.as_text(debug_info=True))
+    key = result_key(program, target, options)
     store_result(key, XlaResult(5.3, memory, text, dump))
     stored_result(key)  # in another process, tomorrow: the same
 
@@ -61,6 +62,8 @@ _OF_PROCESS = re.compile(r"jax_(enable_compilation|compilation|persistent)_cache
 _LOCATION = re.compile(r"^(#loc\d*) = (.*)(?:\n|\Z)", re.MULTILINE)
 _REFERENCE = re.compile(r"#loc\d*")
 _CALL = re.compile(r"loc\(callsite\((#loc\d*) at (#loc\d*)\)\)")
+#: An operation that says in Python how a mesh divides it, by the address of its functions in this process.
+_DIVIDED_IN_PYTHON = re.compile(r'(@CustomSPMDPartitioning\([^\n]*?backend_config = ")(\d+)')
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     """The key of a program's result.
 
     Args:
-        program: the lowered program with its locations, `lowered.as_text(debug_info=True)`.
+        program: the lowered program with its locations, of `without_addresses`.
         target: the GPUs, which aren't here.
         options: the compiler options, without those that only say where XLA writes.
 
@@ -149,6 +152,21 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     }
     text = json.dumps(settings, sort_keys=True, default=repr)
     return hashlib.sha256(f"{text}\0{_without_callers(program)}".encode()).hexdigest()
+
+
+def without_addresses(program: str) -> str:
+    """The text of a program, with what JAX's operations are called with in place of addresses in this process.
+
+    On a mesh, fused attention says in Python how it is divided (`custom_partitioning`). The text has the address of its
+    functions, which know the mask and the window, for example. JAX's own functions are those of its version, and what they are
+    called with says the same in any process. Operations of others keep their addresses, and aren't found in the store again.
+
+    Args:
+        program: the lowered program with its locations, `lowered.as_text(debug_info=True)`, while `lowered` exists.
+    """
+    from jaxremat.policy.jax_private import divided_in_python
+
+    return _DIVIDED_IN_PYTHON.sub(lambda found: found[1] + (divided_in_python(found[2]) or found[2]), program)
 
 
 def _names_file(flag: str) -> bool:
