@@ -41,12 +41,15 @@ class Holding:
         label: the label, such as `mlp/wi/dot_general`.
         source: the source line of the largest buffer, such as `model.py:41`; empty if XLA doesn't know it.
         num_bytes: the bytes.
+        shape: dtype and dimensions of each buffer, such as `bf16[32,1024,768]`. It is empty where they have several, and in
+            baselines of former versions.
     """
 
     category: str
     label: str
     source: str
     num_bytes: int
+    shape: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,17 +217,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def baseline_of(compilation: "Compilation", root: Path) -> Baseline:
     """The baseline of a step that was compiled with `keep_dump`."""
     from jaxremat.chips.installed import versions
-    from jaxremat.xla.buffers import held, holders
+    from jaxremat.xla.buffers import Holder, held, holders, one_shape
 
     memory_map = compilation.memory_map
-    parts: dict[tuple[str, str], Holding] = {}
+    total, groups = memory_map.total_bytes, dict[tuple[str, str], list[Holder]]()
     for group in holders(held(memory_map, memory_map.peak)):
-        first = group.buffers[0]
-        small = group.num_bytes < _SMALL * memory_map.total_bytes
-        key = ("smaller buffers", "") if small else (first.category, group.label)
-        source = parts[key].source if key in parts else "" if small else _shown(first.source, root)
-        parts[key] = Holding(*key, source, group.num_bytes + (parts[key].num_bytes if key in parts else 0))
-    total = memory_map.total_bytes
+        small = group.num_bytes < _SMALL * total
+        key = ("smaller buffers", "") if small else (group.buffers[0].category, group.label)
+        groups.setdefault(key, []).append(group)
+    parts: dict[tuple[str, str], Holding] = {}
+    for key, some in groups.items():
+        of_first = (_shown(some[0].buffers[0].source, root), one_shape(some)) if key[1] else ("", "")
+        parts[key] = Holding(*key, of_first[0], sum(group.num_bytes for group in some), of_first[1])
     parts["gaps", ""] = Holding("gaps", "", "", total - sum(part.num_bytes for part in parts.values()))
     by_size = tuple(sorted(parts.values(), key=lambda part: -part.num_bytes))
     return Baseline(total, memory_map.host_bytes, by_size, versions())
@@ -342,24 +346,26 @@ def _missing(key: str, places: tuple[str, str], now: Baseline, baselines: Baseli
 def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline, tolerance: int | str = 0) -> str:
     """The message of a test whose step grew: by how much, in which buffers, and what else is different."""
     from jaxremat.units import gib, signed_gib
+    from jaxremat.xla.buffers import shape_change
 
     more = f" and the tolerance of {tolerance if isinstance(tolerance, str) else f'{tolerance} bytes'}" if tolerance else ""
     lines = [f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
     for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
         if after != was:
             lines.append(f"  {where}: {_became(was, after)}")
-    former = {(one.category, one.label): one.num_bytes for one in before.at_peak}
-    changes = [(one.num_bytes - former.get((one.category, one.label), 0), one) for one in now.at_peak]
+    former = {(one.category, one.label): one for one in before.at_peak}
+    pairs = [(former.get((one.category, one.label)), one) for one in now.at_peak]
+    changes = [(one.num_bytes - (was.num_bytes if was else 0), was, one) for was, one in pairs]
     least = max(1, (now.total_bytes - before.total_bytes) // 1000)  # of a buffer that explains something
     grown = sorted((change for change in changes if change[0] >= least), key=lambda change: -change[0])
     lines += ["At the peak on the device these grew:"] if grown else []
-    for growth, one in grown[:_NUM_SHOWN]:
-        was = former.get((one.category, one.label))
-        words = (one.category, one.label, one.source, "new" if was is None else f"{gib(was)} became {gib(one.num_bytes)}")
+    for growth, was, one in grown[:_NUM_SHOWN]:
+        size = f"{gib(was.num_bytes)} became {gib(one.num_bytes)}" if was else "new"
+        words = (one.category, one.label, one.source, size, shape_change(was.shape if was else one.shape, one.shape))
         lines.append(f"  {signed_gib(growth):>12}  {'  '.join(word for word in words if word)}")
     if len(grown) > _NUM_SHOWN:
         lines.append(f"  and {len(grown) - _NUM_SHOWN} more")
-    gone = sum(growth for growth, _ in grown) - (now.total_bytes - before.total_bytes)
+    gone = sum(growth for growth, _, _ in grown) - (now.total_bytes - before.total_bytes)
     if gone >= least:
         lines.append(f"  {signed_gib(-gone):>12}  others, which shrank or are no longer at the peak")
     others = [

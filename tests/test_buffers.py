@@ -270,6 +270,9 @@ def test_equal_layers_hold_their_bytes_as_one():
     assert [group.num_bytes for group in groups] == sorted((group.num_bytes for group in groups), reverse=True)
     assert by_label(groups)[0].num_layers == 12
     assert {(row.label, row.num_bytes) for row in by_label(groups)} >= {("mlp/wo/dot_general", 37)}
+    shapes = {row.label: row.shape for row in by_label(groups)}
+    assert shapes["layers_*/mlp/wi_0/dot_general"] == LAYERS[0][0].shape
+    assert shapes["mlp/wo/dot_general"] == ""  # it has two
 
 
 @pytest.mark.parametrize("memory", [scanned(), unrolled(num_layers=4, blocks=1)], ids=["scanned", "unrolled"])

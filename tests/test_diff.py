@@ -1,5 +1,6 @@
 """`jaxremat diff`: records of two sides, compared."""
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -54,6 +55,15 @@ def test_bytes_differ_by_category_and_name():
     (change,) = compared([explained(held=(RESIDUALS,))], [explained(held=(OTHER,))]).at_peak
     assert isinstance(change, PeakChange)
     assert (change.category, change.label, change.num_bytes) == ("residuals", "mlp/wi", (GIB, 2 * GIB))
+
+
+def test_shapes_and_the_line_of_a_name_are_those_of_the_records():
+    before = dataclasses.replace(RESIDUALS, shape="bf16[8]", source="model.py:4")
+    after = dataclasses.replace(OTHER, shape="f32[8]", source="model.py:5")
+    (change,) = compared([explained(held=(before,))], [explained(held=(after,))]).at_peak
+    assert (change.shapes, change.source) == (("bf16[8]", "f32[8]"), "model.py:5")
+    (gone,) = compared([explained(held=(before,))], [explained(held=())]).at_peak
+    assert (gone.shapes, gone.source) == (("bf16[8]", ""), "model.py:4")
 
 
 def test_a_request_of_one_side_alone_is_named():

@@ -112,6 +112,30 @@ def test_the_message_names_what_grew_with_its_line():
     assert "gaps" not in text
 
 
+def test_the_message_has_the_shapes_that_became_others():
+    was = (Holding("residuals", "add", "", 100, "bf16[8]"), Holding("residuals", "tanh", "", 100, "f32[8]"))
+    now = (
+        Holding("residuals", "add", "", 300, "f32[8]"),
+        Holding("residuals", "tanh", "", 290, "f32[8]"),
+        Holding("outputs", "y", "", 280, "s32[4]"),
+        Holding("outputs", "z", "", 270),
+    )
+    lines = _grown("test_a", PLACES, Baseline(200, 0, was, {}), Baseline(1140, 0, now, {})).splitlines()
+    assert [line.split("  ")[-1] for line in lines[3:7]] == ["s32[4]", "new", "bf16[8] became f32[8]", "f32[8]"]
+
+
+def test_a_baseline_of_a_former_version_has_no_shapes(tmp_path: Path):
+    file = tmp_path / "baselines.json"
+    _update(file, "a", PLACES, BEFORE)
+    rows = json.loads(file.read_text())
+    for part in rows[PLACES[0]][PLACES[1]]["a"]["at_peak"]:
+        del part["shape"]
+    before = _baselines_of(json.dumps(rows).encode(), file)[PLACES[0]][PLACES[1]]["a"]
+    assert before == BEFORE
+    now = Baseline(1300, 0, (Holding("residuals", "mlp/wi", "model.py:4", 900, "f32[8]"),), {})
+    assert "f32" not in _grown("test_a", PLACES, before, now)
+
+
 def test_what_hardly_grew_is_not_named():
     grown = (Holding("residuals", "a", "model.py:1", 10**6), Holding("outputs", "b", "", 900))
     text = _grown("test_a", PLACES, Baseline(10**6, 0, (), {}), Baseline(2 * 10**6, 0, grown, {}))
@@ -199,6 +223,7 @@ def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.
     assert result == {"failed": 1, "passed": 2, "warnings": 1}
     assert "memory_baselines.json: " not in output
     assert "test_memory.py:" in output.partition("At the peak")[2]
+    assert "f32[8192,256] became f32[8192,512]" in output
     assert re.search(r"GiB became .* GiB \(-\d", output)
     several = ("-n2",) if find_spec("xdist") else ()
     output = run({"same": 256, "grown": 512, "smaller": 128}, "--update-baselines", *several)[1]

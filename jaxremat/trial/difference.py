@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
+from jaxremat.trial.details import HeldBytes
 from jaxremat.trial.record import ExplainRecord, FailureRecord, LargestBatchRecord, Record, TrialRecord
 
 #: A number of both sides; None where one has none.
@@ -68,6 +69,8 @@ class PeakChange:
         category: what the bytes are for.
         label: a readable name.
         num_bytes: the bytes on both sides; 0 where a side has none.
+        shapes: dtype and dimensions of each buffer on both sides; empty where a side has none, or several.
+        source: `file:line` of the later side, or of the first where that has none.
         record: `peak`.
     """
 
@@ -75,6 +78,8 @@ class PeakChange:
     category: str
     label: str
     num_bytes: tuple[int, int]
+    shapes: tuple[str, str] = ("", "")
+    source: str = ""
     record: Literal["peak"] = "peak"
 
 
@@ -194,11 +199,22 @@ def _at_peak(title: str, before: ExplainRecord, after: ExplainRecord) -> list[Pe
     """The changes of one step by category and label, gaps too, the largest difference first."""
     sides = [
         {
-            **{(part.category, part.label): part.num_bytes for part in side.held or ()},
-            ("gaps", ""): (side.attribution or {}).get("gaps", 0),
+            **{(part.category, part.label): part for part in side.held or ()},
+            ("gaps", ""): HeldBytes("gaps", "", (side.attribution or {}).get("gaps", 0), 0, 0),
         }
         for side in (before, after)
     ]
-    pairs = {key: (sides[0].get(key, 0), sides[1].get(key, 0)) for key in {**sides[0], **sides[1]}}
-    changed = [PeakChange(title, *key, num_bytes=pair) for key, pair in pairs.items() if pair[0] != pair[1]]
+    pairs = [[side.get(key, HeldBytes(*key, 0, 0, 0)) for side in sides] for key in {**sides[0], **sides[1]}]
+    changed = [
+        PeakChange(
+            title,
+            first.category,
+            first.label,
+            num_bytes=(first.num_bytes, second.num_bytes),
+            shapes=(first.shape, second.shape),
+            source=second.source or first.source,
+        )
+        for first, second in pairs
+        if first.num_bytes != second.num_bytes
+    ]
     return sorted(changed, key=lambda change: -abs(change.num_bytes[1] - change.num_bytes[0]))

@@ -18,7 +18,7 @@ from jaxremat.trial.findings import findings
 from jaxremat.trial.record import ExplainRecord
 from jaxremat.trial.row import About, error_kind, first_line
 from jaxremat.trial.trials import Trials
-from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders
+from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders, one_shape
 from jaxremat.xla.categories import role_of
 from jaxremat.xla.lint import fused_attention_of
 from jaxremat.xla.lint_input import largest_logits
@@ -112,6 +112,8 @@ def by_label(groups: Sequence[Holder]) -> tuple[HeldBytes, ...]:
             num_bytes=sum(group.num_bytes for group in some),
             num_buffers=sum(len(group.buffers) for group in some),
             num_layers=sum(buffer.num_layers for group in some for buffer in group.buffers),
+            shape=one_shape(some),
+            source=some[0].buffers[0].source,
         )
         for (category, label), some in labelled.items()
     ]

@@ -240,6 +240,20 @@ def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
     return sorted(found, key=lambda group: -group.num_bytes)
 
 
+def one_shape(groups: Iterable[Holder]) -> str:
+    """The shape that all buffers of some groups have: `bf16[32,1024,768]`. It is empty where they have several."""
+    shapes = {group.buffers[0].shape for group in groups}
+    return shapes.pop() if len(shapes) == 1 else ""
+
+
+def shape_change(before: str, after: str) -> str:
+    """What became of a shape: `bf16[8] became f32[8]`, or `f32[8]` where it is the same.
+
+    It is empty where a side has no shape.
+    """
+    return " became ".join(dict.fromkeys((before, after))) if before and after else ""
+
+
 def _without_layer_numbers(keys: Iterable[tuple[str, str, str]]) -> dict[tuple[str, str, str], str]:
     """By category, shape and label, the label with `*` for the number of its layer, if any."""
     patterns = {key: [key[2][: m.start()] + "*" + key[2][m.end() :] for m in _NUMBER.finditer(key[2])] for key in keys}
