@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from syrupy.assertion import SnapshotAssertion
 
 from jaxremat.cli import diff
 from jaxremat.cli.diff import main
@@ -18,7 +19,7 @@ from jaxremat.cli.machine.facts import PROBE_LIMIT_S
 from jaxremat.report.diff import changes_report
 from jaxremat.system.process import Deadline, Ended
 from jaxremat.trial.details import HeldBytes
-from jaxremat.trial.difference import Changes, PeakChange, compared
+from jaxremat.trial.difference import Changes, PeakChange, StepChange, compared
 from jaxremat.trial.lines import to_json
 from jaxremat.trial.record import Record
 from tests.made_up_records import GIB, explained, plan, record, search, step, trial
@@ -100,6 +101,20 @@ def test_a_long_path_of_a_parameter_leaves_the_table_a_table():
         console.print(part)
     (row,) = (line for line in out.getvalue().splitlines() if "parameters" in line)
     assert row.split()[1:] == ["state.params.params.Block_*.gate.", "1.00", "2.00", "+1.00"]  # "kernel" is in the next line
+
+
+def test_a_row_has_the_line_and_the_shapes_and_its_columns_the_sides(snapshot: SnapshotAssertion):
+    where = "gpt2, dots, batch 8, h100-80gb"
+    became = PeakChange(
+        where, "residuals", "block_*/add", (GIB, 2 * GIB), ("bf16[32,512,512]", "f32[32,512,512]"), "/a/mygpt/model.py:47"
+    )
+    new = PeakChange(where, "working set", "tanh", (0, GIB // 2), ("", "f32[32,512,512]"), "/a/mygpt/model.py:48")
+    several = PeakChange(where, "outputs", "y", (GIB // 4, 0), ("", ""), "/a/mygpt/model.py:49")
+    changes = Changes((StepChange(where, total_bytes=(GIB, 2 * GIB)),), (became, new, several), ((), ("tiny",)), {})
+    console = Console(width=80, file=(out := io.StringIO()))
+    for part in changes_report(changes, 8, ("HEAD~1", "the working tree")):
+        console.print(part)
+    assert out.getvalue() == snapshot
 
 
 @pytest.mark.parametrize(("first", "rows"), [(GIB, ["parameters", "2"]), (3, ["parameters", "outputs", "other"])])

@@ -80,7 +80,8 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
     """
     if flags.top < 1:
         raise bad_value("--top", str(flags.top), "1 or more", "8 is the default")
-    before, after = _both_sides(flags, places, of_run)
+    names = _names(flags, places)
+    before, after = _both_sides(flags, places, of_run, names)
     from jaxremat.report.diff import changes_report
     from jaxremat.report.screen import shared_screen
     from jaxremat.trial.difference import compared
@@ -92,26 +93,34 @@ def compare(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> i
         for side, steps in zip(("before", "after"), changes.only, strict=True):
             for step in steps:
                 print(json.dumps({"record": "only", "side": side, "step": step}))
-    for part in () if flags.json else changes_report(changes, flags.top):
+    for part in () if flags.json else changes_report(changes, flags.top, names):
         shared_screen().results.print(part)
     return int(changes.differs)
 
 
-def _both_sides(flags: DiffFlags, places: Sequence[str], of_run: Sequence[str]) -> "tuple[list[Record], list[Record]]":
+def _names(flags: DiffFlags, places: Sequence[str]) -> tuple[str, str]:
+    """What the two sides are called."""
+    first, second = ("this environment", str(flags.python)) if flags.python else (*places, "the working tree", "")[:2]
+    return first, second
+
+
+def _both_sides(
+    flags: DiffFlags, places: Sequence[str], of_run: Sequence[str], names: tuple[str, str]
+) -> "tuple[list[Record], list[Record]]":
     """The records of both sides."""
     if flags.python and not places and of_run:
         _check_python(str(flags.python))
-        sides = ((sys.executable, "this environment"), (str(flags.python), str(flags.python)))
-        before, after = (_side(python, Path(), of_run, name) for python, name in sides)
+        pythons = (sys.executable, str(flags.python))
+        before, after = (_side(python, Path(), of_run, name) for python, name in zip(pythons, names, strict=True))
         return before, after
     if not flags.python and not of_run and len(places) == 2:
         return _stored(places[0]), _stored(places[1])
     if not flags.python and of_run and 1 <= len(places) <= 2:
         with ExitStack() as trees:
             folders = [trees.enter_context(folder_at(place)) for place in places]
-            first, second = (*folders, Path())[:2]
-            names = (*places, "the working tree")
-            return _side(sys.executable, first, of_run, names[0]), _side(sys.executable, second, of_run, names[1])
+            both = (*folders, Path())[:2]
+            before, after = (_side(sys.executable, folder, of_run, name) for folder, name in zip(both, names, strict=True))
+            return before, after
     got = " ".join([*places, *(["--python"] if flags.python else []), *(["-- ..."] if of_run else [])])
     raise UsageError(
         f"jaxremat diff got {got or 'nothing to compare'}",
@@ -186,10 +195,13 @@ def _started(python: str, folder: Path) -> list[str]:
 
 @contextmanager
 def folder_at(revision: str) -> Iterator[Path]:
-    """A context with the folder that is this one at a revision of its git repository."""
-    prefix = git("rev-parse", "--show-prefix")
+    """A context with the folder that is this one at a revision of its git repository.
+
+    The repository's folder has its own name there, too, as source lines show it.
+    """
+    prefix, top = git("rev-parse", "--show-prefix"), git("rev-parse", "--show-toplevel")
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder, "tree")
+        tree = Path(folder, Path(top).name)
         git("worktree", "add", "--detach", str(tree), f"{revision}^{{commit}}", revision=revision)
         try:
             yield tree / prefix
