@@ -228,6 +228,48 @@ def test_the_error_of_a_side_is_one(
     assert named in last
 
 
+@pytest.fixture
+def commits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Makes a repository in the current folder. Each call commits files with their text, and returns the commit."""
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    diff.git("init", "-q")
+
+    def commit(**files: str) -> str:
+        for name, text in files.items():
+            Path(f"{name}.py").write_text(text)
+        diff.git("add", ".")
+        diff.git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-q", "-m", "a")
+        return diff.git("rev-parse", "--short", "HEAD")
+
+    return commit
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [["--model", "{}.py:workload"], ["--model={}:workload"], ["--data", "{}.py"]])
+def test_a_file_that_is_here_and_not_in_the_revision_is_named_with_what_to_do(
+    words: list[str], commits: Callable[..., str], capsys: pytest.CaptureFixture[str]
+):
+    commits(model="a = 1")
+    first = commits(memory="b = 1")
+    commits(memory="b = 2")
+    Path("new.py").touch()
+    Path("../beside.py").touch()
+
+    def said(revision: str, name: str) -> str:
+        assert main([revision, "--", *(word.format(name) for word in words), "--policy", "dots"]) == 2
+        return capsys.readouterr().err
+
+    newer, uncommitted = said("HEAD~2", "memory"), said("HEAD", "new")
+    assert "'memory.py' is here, and isn't in HEAD~2. Allowed:" in newer
+    assert f"newer than HEAD~2. Next: jaxremat diff {first} --" in newer
+    assert "'new.py' is here, and isn't in HEAD. Allowed:" in uncommitted
+    assert "isn't committed. Next: commit it" in uncommitted
+    if words[-1].endswith(".py"):
+        assert "outside of the repository" in said("HEAD", "../beside")
+    assert "jaxremat run" not in newer + uncommitted
+
+
 @pytest.mark.full
 @pytest.mark.any_jax
 def test_a_revision_is_compared_with_the_working_tree(

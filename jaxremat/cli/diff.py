@@ -11,6 +11,7 @@ name.
 Exit codes: 0 nothing differs, 1 something does or failed, 2 usage, 130 interrupted.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Seconds that one command of one side may take.
 _LIMIT_S = 24 * 3600.0
+#: The flags of a run that name a file which it reads.
+_READING = ("--model", "--hf", "--target", "--data", "--lengths")
 _EXAMPLE = "jaxremat diff main -- --model model.py:workload --policy dots --batch 8"
 #: Prints a word where jaxremat is installed.
 _IS_INSTALLED = "import jaxremat; print(jaxremat.__name__)"
@@ -118,6 +121,8 @@ def _both_sides(
     if not flags.python and of_run and 1 <= len(places) <= 2:
         with ExitStack() as trees:
             folders = [trees.enter_context(folder_at(place)) for place in places]
+            for place, folder in zip(places, folders, strict=True):
+                _check_files(place, folder, of_run)
             both = (*folders, Path())[:2]
             before, after = (_side(sys.executable, folder, of_run, name) for folder, name in zip(both, names, strict=True))
             return before, after
@@ -185,6 +190,33 @@ def _check_python(python: str) -> None:
             f"--python got {python!r}, which {got}",
             allowed="the Python of another environment, with jaxremat installed in it",
             next_step="jaxremat diff --python other/bin/python -- --policy dots --batch 8",
+        )
+
+
+def _check_files(revision: str, folder: Path, of_run: Sequence[str]) -> None:
+    """Raises UsageError where a file that the flags of a run name is here, and not in the revision. This takes no compile."""
+    words = [part for word in of_run for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for flag, value in itertools.pairwise(words):
+        path, is_attribute, _ = value.partition(":")
+        if flag == "--model" and is_attribute and not path.endswith(".py"):
+            path = f"{path.replace('.', '/')}.py"
+        if flag not in _READING or not Path(path).is_file() or (folder / path).exists():
+            continue
+        inside = Path(path).resolve().is_relative_to(git("rev-parse", "--show-toplevel"))
+        first = git("log", "--reverse", "--format=%h", "--", path).partition("\n")[0] if inside else ""
+        cause, next_step = "it isn't committed", "commit it, and compare later revisions with that commit"
+        if first:
+            cause, next_step = (
+                f"it is newer than {revision}",
+                f"jaxremat diff {first} -- ..., the first revision that has it",
+            )
+        elif not inside:
+            cause, next_step = "it is outside of the repository", f"its absolute path, {Path(path).resolve()}"
+        raise UsageError(
+            f"{flag} {value}: the file {path!r} is here, and isn't in {revision}",
+            allowed="a file that both sides have",
+            cause=cause,
+            next_step=next_step,
         )
 
 

@@ -60,7 +60,8 @@ def changes_report(
 def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int, names: tuple[str, str]) -> RenderableType:
     """Where the bytes at the peak differ, the largest differences first.
 
-    The line and the shape of a name are below it. What differs by 0.000 GiB is counted below the rest, such as buffers that XLA has numbered anew.
+    The line and the shape of a name are below it. What differs by 0.000 GiB is counted below the rest, such as buffers that XLA
+    has numbered anew.
     """
     num_shown = sum(abs(change.num_bytes[1] - change.num_bytes[0]) >= _SHOWN for change in found)
     num_rows = min(num_rows, num_shown or num_rows)
