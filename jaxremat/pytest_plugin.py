@@ -28,8 +28,9 @@ _NUM_SHOWN = 8
 #: Buffers of fewer bytes at the peak than this share of the total are one entry of a baseline.
 _SMALL = 1e-3
 _UPDATE = "pytest --update-baselines"
-#: The property of a test's report that has a baseline which the test wrote.
+#: The properties of a test's report that have a baseline which the test wrote, and a step that differs within its tolerance.
 _WRITTEN = "memory_baseline"
+_WITHIN = "memory_baseline_within"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Baseline:
 Baselines = dict[str, dict[str, dict[str, Baseline]]]
 #: A baseline that was written: its test, its target, and the bytes of device and host before and now. None for a new one.
 Written = tuple[str, str, tuple[int, int] | None, tuple[int, int]]
+#: A step that differs from its baseline within its tolerance: the same, and the tolerance in words.
+Within = tuple[str, str, tuple[int, int], tuple[int, int], str]
 
 
 @dataclass
@@ -86,6 +89,7 @@ class MemoryBaseline:
         update: whether baselines are written.
         warn: takes a warning's text.
         wrote: takes each baseline that was written.
+        differed: takes each step that differs from its baseline within its tolerance.
     """
 
     path: Path
@@ -94,6 +98,7 @@ class MemoryBaseline:
     update: bool
     warn: Callable[[str], None]
     wrote: Callable[["Written"], None] = lambda written: None
+    differed: Callable[["Within"], None] = lambda within: None
     _seen: set[tuple[str, str]] = field(default_factory=set)
 
     def __call__(
@@ -171,6 +176,9 @@ class MemoryBaseline:
             share = f"{now.total_bytes / before.total_bytes - 1:+.1%}"
             both = f"{gib(before.total_bytes)} became {gib(now.total_bytes)} ({share})"
             self.warn(f"{key}: the step takes less than its baseline on {places[1]}: {both}; {_UPDATE} writes the new one")
+        elif any(after != was for _, was, after in pairs):
+            was, after = (before.total_bytes, before.host_bytes), (now.total_bytes, now.host_bytes)
+            self.differed((key, target_name, was, after, _in_words(tolerance)))
         return found.memory
 
 
@@ -194,24 +202,27 @@ def memory_baseline(request: pytest.FixtureRequest) -> MemoryBaseline:
         update=bool(config.getoption("--update-baselines")),
         warn=lambda text: request.node.warn(pytest.PytestWarning(text)),
         wrote=lambda written: request.node.user_properties.append((_WRITTEN, written)),
+        differed=lambda within: request.node.user_properties.append((_WITHIN, within)),
     )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many baselines were written, and which of them changed.
+    """Prints how many baselines were written, which of them changed, and what differs within its tolerance.
 
     Tests in other processes hand theirs over in their reports.
     """
-    config, found = terminalreporter.config, dict[tuple[str, str], Written]()
+    config, found = terminalreporter.config, {_WRITTEN: dict[tuple[str, str], Any](), _WITHIN: dict[tuple[str, str], Any]()}
     for report in (one for reports in terminalreporter.stats.values() for one in reports):
-        for name, written in getattr(report, "user_properties", ()):
-            if name == _WRITTEN:
-                found[written[:2]] = written
-    if found:
+        for name, one in getattr(report, "user_properties", ()):
+            if name in found:
+                found[name][one[:2]] = one
+    written, within = (list(some.values()) for some in found.values())
+    path = os.path.relpath(config.rootpath / config.getini("memory_baselines"))
+    lines = [*(_written_lines(written, path) if written else ()), *_within_lines(within)]
+    if lines:
         terminalreporter.section("memory baselines")
-        path = os.path.relpath(config.rootpath / config.getini("memory_baselines"))
-        for line in _written_lines(list(found.values()), path):
-            terminalreporter.line(line)
+    for line in lines:
+        terminalreporter.line(line)
 
 
 def baseline_of(compilation: "Compilation", root: Path) -> Baseline:
@@ -260,6 +271,11 @@ def _bytes_of(tolerance: int | str) -> Callable[[int], int]:
     return lambda _: num_allowed
 
 
+def _in_words(tolerance: int | str) -> str:
+    """A tolerance in words: `3%`, `64MiB` or `4096 bytes`."""
+    return tolerance.strip() if isinstance(tolerance, str) else f"{tolerance} bytes"
+
+
 def _shown(source: str, root: Path) -> str:
     """A source line from the root folder, or from a package's folder: the same on every machine."""
     inside = source.removeprefix(f"{root}/")
@@ -296,12 +312,21 @@ def _written_lines(written: Sequence[Written], path: str) -> list[str]:
     num_new = sum(was is None for _, _, was, _ in written)
     same = len(written) - num_new - len(changed)
     lines = [f"{path}: {len(written)} written, {num_new} new, {len(changed)} changed, {same} with the same bytes"]
-    for key, target, was, now in changed:
-        both = zip(("", "host "), was, now, strict=True)
-        lines.append(
-            f"  {key} on {target}: {', '.join(where + _became(*pair) for where, *pair in both if pair[0] != pair[1])}"
-        )
-    return lines
+    return lines + [f"  {key} on {target}: {_both_became(was, now)}" for key, target, was, now in changed]
+
+
+def _within_lines(within: Sequence[Within]) -> list[str]:
+    """The old and new bytes of steps that differ from their baselines within their tolerances."""
+    return [
+        f"{key} on {target}: {_both_became(was, now)}, within {tolerance}"
+        for key, target, was, now, tolerance in sorted(within)
+    ]
+
+
+def _both_became(was: tuple[int, int], now: tuple[int, int]) -> str:
+    """The bytes of the device and of the host before and now, where they differ."""
+    both = zip(("", "host "), was, now, strict=True)
+    return ", ".join(where + _became(*pair) for where, *pair in both if pair[0] != pair[1])
 
 
 def _became(was: int, now: int) -> str:
@@ -348,7 +373,7 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline, t
     from jaxremat.units import gib, signed_gib
     from jaxremat.xla.buffers import shape_change
 
-    more = f" and the tolerance of {tolerance if isinstance(tolerance, str) else f'{tolerance} bytes'}" if tolerance else ""
+    more = f" and the tolerance of {_in_words(tolerance)}" if tolerance else ""
     lines = [f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
     for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
         if after != was:

@@ -21,6 +21,7 @@ from jaxremat.pytest_plugin import (
     _missing,
     _shown,
     _update,
+    _within_lines,
     _written_lines,
 )
 
@@ -41,7 +42,8 @@ def loss(w, x):
 
 @pytest.mark.parametrize(("name", "width"), {widths}.items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_step(memory_baseline, name, width):
-    memory_baseline(jax.grad(loss), (jnp.zeros((256, width)), jnp.zeros((8192, 256))), "a100-40gb")
+    tolerance = "99%" if name == "within" else 0
+    memory_baseline(jax.grad(loss), (jnp.zeros((256, width)), jnp.zeros((8192, 256))), "a100-40gb", tolerance=tolerance)
 """
 
 
@@ -195,6 +197,20 @@ def test_the_written_baselines_are_counted_with_what_changed():
     assert ["host 0.000 GiB became 1.00 GiB" in line for line in lines] == [False, True]
 
 
+def test_what_differs_within_its_tolerance_has_a_line_for_each_step():
+    gib = 2**30
+    lines = _within_lines(
+        [
+            ("b", "h100-80gb", (gib, 0), (gib, gib // 1024), "4096 bytes"),
+            ("a", "h100-80gb", (100 * gib, 0), (99 * gib, 0), "3%"),
+        ]
+    )
+    assert lines == [
+        "a on h100-80gb: 100.00 GiB became 99.00 GiB, -1.00 GiB (-1.0%), within 3%",
+        "b on h100-80gb: host 0.000 GiB became 0.001 GiB, +0.001 GiB, within 4096 bytes",
+    ]
+
+
 def test_a_baseline_that_is_replaced_is_returned(tmp_path: Path):
     assert _update(tmp_path / "b.json", "a", PLACES, BEFORE) is None
     assert _update(tmp_path / "b.json", "a", PLACES, Baseline(7, 0, (), {})) == BEFORE
@@ -210,22 +226,23 @@ def test_a_step_that_grows_fails_until_its_baseline_is_written(pytester: pytest.
         done = pytester.runpytest_subprocess(*words, *more)
         return done.parseoutcomes(), done.stdout.str()
 
-    widths = {"same": 256, "grown": 256, "smaller": 256}
-    assert run(widths)[0] == {"failed": 3}
+    widths = {"same": 256, "grown": 256, "smaller": 256, "within": 256}
+    assert run(widths)[0] == {"failed": 4}
     result, output = run(widths, "--update-baselines")
-    assert result == {"passed": 3}
-    assert "memory_baselines.json: 3 written, 3 new, 0 changed" in output
+    assert result == {"passed": 4}
+    assert "memory_baselines.json: 4 written, 4 new, 0 changed" in output
     of_target = next(iter(json.loads(Path(pytester.path, "memory_baselines.json").read_text()).values()))
     assert {sum(part["num_bytes"] for part in one["at_peak"]) for one in of_target["a100-40gb"].values()} == {
         one["total_bytes"] for one in of_target["a100-40gb"].values()
     }
-    result, output = run({"same": 256, "grown": 512, "smaller": 128})
-    assert result == {"failed": 1, "passed": 2, "warnings": 1}
+    other, several = {"same": 256, "grown": 512, "smaller": 128, "within": 512}, ("-n2",) if find_spec("xdist") else ()
+    result, output = run(other, *several)
+    assert result == {"failed": 1, "passed": 3, "warnings": 1}
+    assert [line.split("(")[-1] for line in output.splitlines() if ", within 99%" in line] == ["+67.0%), within 99%"]
     assert "memory_baselines.json: " not in output
     assert "test_memory.py:" in output.partition("At the peak")[2]
     assert "f32[8192,256] became f32[8192,512]" in output
     assert re.search(r"GiB became .* GiB \(-\d", output)
-    several = ("-n2",) if find_spec("xdist") else ()
-    output = run({"same": 256, "grown": 512, "smaller": 128}, "--update-baselines", *several)[1]
-    assert "memory_baselines.json: 3 written, 0 new, 2 changed, 1 with the same bytes" in output
-    assert sum("on a100-40gb: 0." in line for line in output.splitlines()) == 2
+    output = run(other, "--update-baselines", *several)[1]
+    assert "memory_baselines.json: 4 written, 0 new, 3 changed, 1 with the same bytes" in output
+    assert sum("on a100-40gb: 0." in line for line in output.splitlines()) == 3
