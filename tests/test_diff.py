@@ -36,6 +36,11 @@ def stored(folder: Path, name: str, *records: Record) -> str:
     return str(path)
 
 
+def with_parts(*parts: HeldBytes) -> list[Record]:
+    """The record of a step with these parts at its peak."""
+    return [explained(held=parts)]
+
+
 def test_equal_records_have_no_difference():
     records = [step(), search(), explained(held=(RESIDUALS,)), record()]
     changes = compared(records, records)
@@ -53,7 +58,7 @@ def test_bytes_flops_and_times_of_one_request_are_pairs():
 
 
 def test_bytes_differ_by_category_and_name():
-    (change,) = compared([explained(held=(RESIDUALS,))], [explained(held=(OTHER,))]).at_peak
+    (change,) = compared(with_parts(RESIDUALS), with_parts(OTHER)).at_peak
     assert isinstance(change, PeakChange)
     assert (change.category, change.label, change.num_bytes) == ("residuals", "mlp/wi", (GIB, 2 * GIB))
 
@@ -61,9 +66,9 @@ def test_bytes_differ_by_category_and_name():
 def test_shapes_and_the_line_of_a_name_are_those_of_the_records():
     before = dataclasses.replace(RESIDUALS, shape="bf16[8]", source="model.py:4")
     after = dataclasses.replace(OTHER, shape="f32[8]", source="model.py:5")
-    (change,) = compared([explained(held=(before,))], [explained(held=(after,))]).at_peak
+    (change,) = compared(with_parts(before), with_parts(after)).at_peak
     assert (change.shapes, change.source) == (("bf16[8]", "f32[8]"), "model.py:5")
-    (gone,) = compared([explained(held=(before,))], [explained(held=())]).at_peak
+    (gone,) = compared(with_parts(before), with_parts()).at_peak
     assert (gone.shapes, gone.source) == (("bf16[8]", ""), "model.py:4")
 
 

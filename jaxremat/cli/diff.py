@@ -194,7 +194,10 @@ def _check_python(python: str) -> None:
 
 
 def _check_files(revision: str, folder: Path, of_run: Sequence[str]) -> None:
-    """Raises UsageError where a file that the flags of a run name is here, and not in the revision. This takes no compile."""
+    """Raises UsageError where a file that the flags name is here, and not in the revision.
+
+    This takes no compile.
+    """
     words = [part for word in of_run for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for flag, value in itertools.pairwise(words):
         path, is_attribute, _ = value.partition(":")

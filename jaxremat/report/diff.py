@@ -82,7 +82,10 @@ def _peak_table(step: str, found: Sequence[PeakChange], num_rows: int, names: tu
 
 
 def _shape(change: PeakChange) -> str:
-    """The shape of each buffer of a name, and what it became. A side without bytes has none of its own."""
+    """The shape of each buffer of a name, and what it became.
+
+    A side without bytes has that of the other.
+    """
     before, after = change.shapes
     return shape_change(before if change.num_bytes[0] else after, after if change.num_bytes[1] else before)
 

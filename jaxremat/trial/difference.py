@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from jaxremat.trial.details import HeldBytes
 from jaxremat.trial.record import ExplainRecord, FailureRecord, LargestBatchRecord, Record, TrialRecord
 
 #: A number of both sides; None where one has none.
@@ -199,22 +198,15 @@ def _at_peak(title: str, before: ExplainRecord, after: ExplainRecord) -> list[Pe
     """The changes of one step by category and label, gaps too, the largest difference first."""
     sides = [
         {
-            **{(part.category, part.label): part for part in side.held or ()},
-            ("gaps", ""): HeldBytes("gaps", "", (side.attribution or {}).get("gaps", 0), 0, 0),
+            **{(part.category, part.label): (part.num_bytes, part.shape, part.source) for part in side.held or ()},
+            ("gaps", ""): ((side.attribution or {}).get("gaps", 0), "", ""),
         }
         for side in (before, after)
     ]
-    pairs = [[side.get(key, HeldBytes(*key, 0, 0, 0)) for side in sides] for key in {**sides[0], **sides[1]}]
+    pairs = {key: [side.get(key, (0, "", "")) for side in sides] for key in {**sides[0], **sides[1]}}
     changed = [
-        PeakChange(
-            title,
-            first.category,
-            first.label,
-            num_bytes=(first.num_bytes, second.num_bytes),
-            shapes=(first.shape, second.shape),
-            source=second.source or first.source,
-        )
-        for first, second in pairs
-        if first.num_bytes != second.num_bytes
+        PeakChange(title, *key, num_bytes=(one[0], other[0]), shapes=(one[1], other[1]), source=other[2] or one[2])
+        for key, (one, other) in pairs.items()
+        if one[0] != other[0]
     ]
     return sorted(changed, key=lambda change: -abs(change.num_bytes[1] - change.num_bytes[0]))

@@ -241,7 +241,10 @@ def holders(buffers: Iterable[tuple[Buffer, int]]) -> list[Holder]:
 
 
 def one_shape(groups: Iterable[Holder]) -> str:
-    """The shape that all buffers of some groups have: `bf16[32,1024,768]`. It is empty where they have several."""
+    """The shape that all buffers of some groups have, such as `bf16[32,1024,768]`.
+
+    It is empty where they have several.
+    """
     shapes = {group.buffers[0].shape for group in groups}
     return shapes.pop() if len(shapes) == 1 else ""
 
