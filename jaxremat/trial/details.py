@@ -151,9 +151,9 @@ class HeldBytes:
         num_bytes: bytes of all the buffers.
         num_buffers: number of the buffers.
         num_layers: number of layers whose values they are.
-        shape: dtype and dimensions of each buffer, such as `bf16[32,1024,768]`. It is empty where they have several, and in
+        shape: dtype and dimensions of each buffer, such as `bf16[32,1024,768]`. It is empty where they have several, and None in
             records of former versions.
-        source: `file:line` that made the largest; empty in records of former versions.
+        source: `file:line` that made the largest; None in records of former versions.
     """
 
     category: str
@@ -161,8 +161,8 @@ class HeldBytes:
     num_bytes: int
     num_buffers: int
     num_layers: int
-    shape: str = ""
-    source: str = ""
+    shape: str | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)

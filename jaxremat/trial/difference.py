@@ -198,7 +198,10 @@ def _at_peak(title: str, before: ExplainRecord, after: ExplainRecord) -> list[Pe
     """The changes of one step by category and label, gaps too, the largest difference first."""
     sides = [
         {
-            **{(part.category, part.label): (part.num_bytes, part.shape, part.source) for part in side.held or ()},
+            **{
+                (part.category, part.label): (part.num_bytes, part.shape or "", part.source or "")
+                for part in side.held or ()
+            },
             ("gaps", ""): ((side.attribution or {}).get("gaps", 0), "", ""),
         }
         for side in (before, after)
