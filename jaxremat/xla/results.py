@@ -155,11 +155,12 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
 
 
 def without_addresses(program: str) -> str:
-    """The text of a program, with what JAX's operations are called with in place of addresses in this process.
+    """The text of a program without addresses of this process.
 
-    On a mesh, fused attention says in Python how it is divided (`custom_partitioning`). The text has the address of its
-    functions, which know the mask and the window, for example. JAX's own functions are those of its version, and what they are
-    called with says the same in any process. Operations of others keep their addresses, and aren't found in the store again.
+    On a mesh, fused attention says in Python how it is divided (`custom_partitioning`). The lowered text has the address of its
+    functions, which know the mask and the window, for example. What JAX's own functions are called with stands in place of the
+    address here. It says the same in any process, because the functions are those of JAX's version. Operations of others keep
+    their addresses, and aren't found in the store again.
 
     Args:
         program: the lowered program with its locations, `lowered.as_text(debug_info=True)`, while `lowered` exists.
