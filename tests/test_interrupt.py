@@ -19,6 +19,7 @@ from jaxremat.report.printer import Printer, Report
 from jaxremat.report.progress import Progress
 from jaxremat.system import interrupt
 from jaxremat.system.interrupt import raise_if_interrupted
+from jaxremat.trial.record import TrialRecord
 from jaxremat.workload.user_code import user_code
 from jaxremat.xla.compile import lower_and_compile
 from tests.made_up_records import step
@@ -103,6 +104,50 @@ def test_what_a_search_has_found_is_printed_while_xla_compiles(number, is_termin
             assert left.wait(2)
             printed = out.getvalue()
     assert {"24", "save:a,b:", "10.00"} <= {*printed.split()}
+
+
+def test_what_a_search_has_found_is_printed_by_the_main_thread(monkeypatch, capsys):
+    """Its record takes longer than the main thread has otherwise, and enters `in_xla` again after the signal."""
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+
+    def found() -> TrialRecord:
+        with interrupt.in_xla():
+            time.sleep(0.3)
+        assert not left.is_set()
+        return step("save:a,b", 24, record="probe")
+
+    printer = Printer(Report(Console(file=(out := io.StringIO()), width=100)))
+    printer.so_far(found)
+
+    def work() -> int:
+        with interrupt.says_at_the_end(printer.policy_done):
+            signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert run_command(work) == 130
+    assert {"24", "save:a,b:", "10.00"} <= {*out.getvalue().split()}
+    assert "AssertionError" not in capsys.readouterr().err
+
+
+def test_the_main_thread_waits_for_the_thread_that_prints(monkeypatch):
+    """XLA's compile may end while that thread makes the record."""
+    said, left = [], threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "leave", lambda code: left.set())
+
+    def words() -> None:
+        said.append("begun")
+        raise_if_interrupted()
+        time.sleep(0.3)
+        said.append("ended")
+
+    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered():
+        with interrupt.says_at_the_end(words), interrupt.in_xla():
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.3)
+    assert said[:2] == ["begun", "ended"]
 
 
 @pytest.mark.parametrize(("num_signals", "ends"), [(1, False), (2, True)])

@@ -24,6 +24,8 @@ from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0
+#: Seconds after the signal in which the main thread may go on printing what is known. A large step's record takes several.
+WORDS_S = 60.0
 #: The name of Python's own file of imports.
 _IMPORT = "<frozen importlib._bootstrap>"
 
@@ -45,6 +47,8 @@ class _Ending(Interrupts):
         last_words: functions that print what is known.
         cleanups: functions that remove what the process leaves behind.
         announce: what is printed at once, where a loop ends in its own way (`deferred`). None outside of one.
+        speaker: the thread that prints what is known after a signal. Nothing interrupts it. None where none does.
+        speaks: held by the thread that prints what is known, so that no other thread ends the process meanwhile.
     """
 
     message: str = ""
@@ -52,6 +56,8 @@ class _Ending(Interrupts):
     last_words: list[Callable[[], None]] = field(default_factory=list)
     cleanups: list[Callable[[], None]] = field(default_factory=list)
     announce: Callable[[], str] | None = None
+    speaker: int | None = None
+    speaks: threading.RLock = field(default_factory=threading.RLock)  # pyright: ignore
 
 
 _interrupts = _Ending()
@@ -150,7 +156,7 @@ def _watch(reader: int) -> None:
 
     The first signal within `deferred` is announced, and ends nothing here.
     """
-    since, was_announced = None, False
+    main, signaled, since, was_announced = threading.main_thread().ident, 0.0, None, False
     while True:
         ready, _, _ = select.select([reader], [], [], None if since is None else 0.1)
         numbers = os.read(reader, 16) if ready else b""
@@ -162,17 +168,28 @@ def _watch(reader: int) -> None:
                 print(_interrupts.announce(), file=sys.stderr, flush=True)
                 was_announced = True
             elif since is None:
-                since = time.monotonic()
-        if since is not None and time.monotonic() > since + GRACE_S:
+                since = signaled = time.monotonic()
+        now = time.monotonic()
+        if since is not None and _interrupts.speaker == main and now < signaled + WORDS_S:
+            since = now
+        elif since is not None and now > since + GRACE_S:
             _leave()
 
 
 def _leave() -> None:
-    """Prints what is known, and ends the process."""
-    for words in reversed(_interrupts.last_words):
-        _say(words, is_end=True)
-    print(_interrupts.message, file=sys.stderr)
-    leave(EXIT_CODE)
+    """Prints what is known, and ends the process.
+
+    Where the main thread prints it, and doesn't end, the process ends all the same.
+    """
+    is_free = _interrupts.speaks.acquire(timeout=GRACE_S)
+    try:
+        for words in reversed([*_interrupts.last_words] if is_free else []):
+            _say(words, is_end=True)
+        print(_interrupts.message, file=sys.stderr)
+        leave(EXIT_CODE)
+    finally:
+        if is_free:
+            _interrupts.speaks.release()
 
 
 @contextlib.contextmanager
@@ -217,12 +234,16 @@ def _say(words: Callable[[], None], *, is_end: bool) -> None:
 
     Where a signal ends the process, an error of `words` is only printed, because the exit code is the signal's.
     """
-    try:
-        words()
-    except Exception as error:
-        if not is_end:
-            raise
-        print(f"jaxremat: {error}", file=sys.stderr)
+    with _interrupts.speaks:
+        _interrupts.speaker = threading.get_ident() if is_end else None
+        try:
+            words()
+        except Exception as error:
+            if not is_end:
+                raise
+            print(f"jaxremat: {error}", file=sys.stderr)
+        finally:
+            _interrupts.speaker = None
 
 
 @contextlib.contextmanager
@@ -258,8 +279,11 @@ def deferred(announce: Callable[[], str]) -> Iterator[Interrupts]:
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt if a signal came within `remembered`."""
-    if _interrupts.pending:
+    """Raises KeyboardInterrupt if a signal came within `remembered`.
+
+    It does nothing in the thread that prints what is known after a signal: making a record enters `in_xla` again.
+    """
+    if _interrupts.pending and _interrupts.speaker != threading.get_ident():
         raise KeyboardInterrupt
 
 
