@@ -52,6 +52,17 @@ def parse_bytes(text: str, *, needs_unit: bool = True) -> int:
     )
 
 
+def shortest_size(num_bytes: int) -> str:
+    """The shortest text that `parse_bytes` reads as `num_bytes`: `11.02GiB` for 11832634900.
+
+    Of texts of one length it is that of the largest unit.
+    """
+    units = {"TiB": 2**40, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10}
+    texts = [(f"{num_bytes / size:.{digits}f}", unit) for unit, size in units.items() for digits in range(16)]
+    same = (f"{number}{unit}" for number, unit in texts if int(float(number) * units[unit]) == num_bytes)
+    return min([*same, f"{num_bytes}B"], key=len)
+
+
 def as_bytes(size: int | str) -> int:
     """The bytes of a size, a number of bytes or a text with a unit.
 

@@ -15,7 +15,7 @@ from jaxremat.session.flags import RunFlags
 from tests.made_up_records import GIB, step
 
 pytestmark = pytest.mark.any_jax
-WORDS = """--model tiny --policy dots none --batch 8,16 --budget 1.5GiB --seq-len 64 --xla-remat --scan-layers False 
+WORDS = """--model tiny --policy dots none --batch 8,16 --budget 11.02GiB --seq-len 64 --xla-remat --scan-layers False 
     --num-layers 4 --layers 'blocks_*' 'more' --target h200 --json --out a.jsonl --code --fresh"""
 
 
@@ -25,6 +25,7 @@ def typed(text: str) -> tuple[RunFlags, ExplainFlags]:
     row = step("none", 16, seq_len=64, mesh="fsdp=4", layout="unrolled", requested_policy=flags.policy[-1])
     command, words = lint_line(flags, [row]).partition(": ")[2].partition(" explain ")[::2]
     assert command == "jaxremat"
+    assert "--budget" not in text or "--budget 11.02GiB " in words
     found = parse_flags(ExplainFlags, shlex.split(words), "explain")
     assert found == explain_flags(flags, row)
     return flags, found

@@ -143,10 +143,14 @@ def test_the_main_thread_waits_for_the_thread_that_prints(monkeypatch):
         time.sleep(0.3)
         said.append("ended")
 
-    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered():
-        with interrupt.says_at_the_end(words), interrupt.in_xla():
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.3)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        interrupt.remembered(),
+        interrupt.says_at_the_end(words),
+        interrupt.in_xla(),
+    ):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
     assert said[:2] == ["begun", "ended"]
 
 

@@ -36,7 +36,7 @@ from jaxremat.session.request import check_run
 from jaxremat.trial.lines import from_row
 from jaxremat.trial.store import Store
 from tests.helpers import WORKSPACE
-from tests.made_up_records import trial
+from tests.made_up_records import step, trial
 
 COMMAND = [sys.executable, "-m", "jaxremat.run"]
 SMALL = "--model tiny --num-layers 1 --dropout 0"
@@ -317,6 +317,25 @@ class TestEstimates:
         monkeypatch.setattr("jaxremat.session.answers.answers", answers)
         assert main(f"{SMALL} --target h100-80gb --attention xla --policy none dots".split()) == 130
         assert batches_by_policy(capsys.readouterr().out) == {"none": ["4"], "dots": ["4"]}
+
+    def test_an_interrupt_shows_how_to_look_closer(self, monkeypatch, h100, capsys):
+        """At the fastest step so far: a row of a policy that is done, or the best step of a plan's search."""
+
+        def answers(session, requested, listener, first_batch) -> Iterator[None]:
+            yield None
+            if requested.text == "none":
+                listener.record(step("none", 8))
+            else:
+                config = trial(16).config | {"model": {"num_layers": 12}}
+                listener.so_far(lambda: step("save:q", 16, record="probe", requested_policy="auto", config=config))
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("jaxremat.session.answers.answers", answers)
+        assert main(f"{SMALL} --target h100-80gb --attention xla --policy none auto --budget 11.02GiB".split()) == 130
+        *_, last = capsys.readouterr().out.splitlines()
+        words = "--attention xla --budget 11.02GiB --batch 16 --policy save:q --lint"
+        assert last.startswith("To look for likely mistakes in the fastest step: jaxremat explain ")
+        assert {*words.split()} <= {*last.split()}
 
 
 @pytest.mark.parametrize(("error", "is_fault"), [(TypeError, True), (CompileError, False)])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat.errors import UsageError
-from jaxremat.units import as_bytes, gib, parse_bytes
+from jaxremat.units import as_bytes, gib, parse_bytes, shortest_size
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,13 @@ def test_gib(num_bytes, text):
 def test_what_is_printed_can_be_typed(num_bytes):
     assert parse_bytes(gib(num_bytes).replace(",", "")) == pytest.approx(num_bytes, abs=0.00501 * 2**30)
     assert parse_bytes(f"{num_bytes}B") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["11.02GiB", "40GiB", "0.5GiB", "24GB", "93.4GiB", "1000B", "79.11GiB", "3MB", "7B"])
+def test_the_shortest_size_is_what_was_typed(text):
+    assert shortest_size(parse_bytes(text)) == text
+
+
+@given(st.integers(1, 2**53))
+def test_the_shortest_size_is_of_the_same_bytes(num_bytes):
+    assert parse_bytes(shortest_size(num_bytes)) == num_bytes

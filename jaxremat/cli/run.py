@@ -102,7 +102,7 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
         sessions: dict[int | None, Session] = {}
         with (
             says_at_the_end(lambda: plot_frontier(printer.answers, flags.plot) if flags.plot and printer.answers else None),
-            says_at_the_end(lambda: printer.all_done(target.name, in_buckets(request, printer))),
+            says_at_the_end(lambda: say_all(flags, printer, report, target.name, in_buckets(request, printer))),
             answers_for(target, environment) as answer_of,
         ):
             for one in at_each_length(request):
@@ -115,7 +115,6 @@ def show_answers(request: Request[RunFlags], place: Place) -> int:
                 answer_all(session, listener, answer_of, printer, lambda text, at=at: progress.line(at + text))
         if not flags.frontier and (no_fit := printer.no_fit()):
             show_no_fit(sessions[no_fit.seq_len], no_fit, report, progress)
-        report.say(*filter(None, [lint_line(flags, printer.fastest())]), wrap=False)
     return printer.exit_code()
 
 
@@ -200,6 +199,17 @@ def with_code(session: Session, listener: "Listener") -> "Listener":
     return replace(listener, record=take, so_far=take_so_far)
 
 
+def say_all(
+    flags: RunFlags, printer: "Printer", report: "Report", target: str, lengths: "LengthsRecord | None" = None
+) -> None:
+    """Prints what concerns all policies together, and the command that looks closer at the fastest step.
+
+    It is called where a command is interrupted, too.
+    """
+    printer.all_done(target, lengths)
+    report.say(*filter(None, [lint_line(flags, printer.fastest())]), wrap=False)
+
+
 def in_buckets(request: Request[RunFlags], printer: "Printer") -> "LengthsRecord | None":
     """The data set of --lengths with the step of each bucket.
 
@@ -235,14 +245,16 @@ def show_on_best_meshes(request: Request[RunFlags], report: "Report", progress: 
             answer_policy(session, session.request.policies[0], with_code(session, listener))
             session.trials.forget()
 
-    with says_at_the_end(lambda: printer.all_done(", ".join({one.trials.target.name: None for one in sessions.values()}))):
+    def say_at_the_end() -> None:
+        say_all(request.flags, printer, report, ", ".join({one.trials.target.name: None for one in sessions.values()}))
+
+    with says_at_the_end(say_at_the_end):
         for one, policy in ((at_length, policy) for at_length in at_each_length(request) for policy in at_length.policies):
             with says_at_the_end(printer.policy_done):
                 make = functools.partial(answer_on_best, one, policy)
                 answer_or_failure(make, one, policy, listener, functools.partial(on_first_mesh, one), show_error)
     if no_fit := printer.no_fit():
         show_no_fit(sessions[no_fit.seq_len, no_fit.mesh or str(ONE_DEVICE)], no_fit, report, progress)
-    report.say(*filter(None, [lint_line(request.flags, printer.fastest())]), wrap=False)
     return printer.exit_code()
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from cyclopts import Parameter, Token
 
 from jaxremat.errors import UsageError, bad_value, flag_of, nearest
-from jaxremat.units import parse_bytes
+from jaxremat.units import parse_bytes, shortest_size
 
 FlagsT = TypeVar("FlagsT")
 Converter = Callable[[Any, Sequence[Token]], Any]
@@ -168,7 +168,7 @@ def words_of(flags: Any) -> list[str]:
             continue
         several = value if flag.is_several else () if flag.kind is bool else (value,)
         is_size = flag.parameter.converter is byte_size
-        words += [flag.name, *(f"{str(one / 2**30).removesuffix('.0')}GiB" if is_size else str(one) for one in several)]
+        words += [flag.name, *(shortest_size(one) if is_size else str(one) for one in several)]
     return words
 
 
