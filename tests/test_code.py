@@ -1,7 +1,9 @@
 """Code to paste for each policy and framework: run in a model, it saves what `with_policy` saves around the same layers."""
 
 import functools
+import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from jaxremat.cli.run import main
 from jaxremat.errors import UsageError
 from jaxremat.policy.code import as_code, code_for
 from jaxremat.policy.grammar import parse
+from jaxremat.report.plan import code_to_paste
 from jaxremat.xla.compile import lower_and_compile
 from jaxremat.xla.saved import saved_values
+from tests.made_up_records import step
 
 WIDTH, NUM = 8, 4
 X = jnp.ones((16, WIDTH))
@@ -159,7 +163,7 @@ def test_the_code_saves_what_the_policy_saves(framework, policy):
         for loss in (jaxremat.with_policy(loss_with(""), policy), loss_with(code))
     )
     assert got.values == want.values
-    assert bool(code) == (policy not in ("none", "own"))
+    assert code.startswith("#") == (policy in ("none", "own"))
 
 
 @pytest.mark.full
@@ -283,6 +287,22 @@ class Scanned(nn.Module):
         of_params = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         scanned = nn.scan(lambda block, x, _: (block(x), None), length=NUM, **of_params)
         return jnp.mean(scanned(self.block(name="block"), x, None)[0] ** 2)
+
+
+def test_what_wraps_nothing_is_a_comment():
+    """For `none` it says which checkpoints are to be taken away."""
+    for policy, framework in itertools.product(("none", "own"), MODELS):
+        assert as_code(policy, framework, NUM).startswith(f"# {policy}: ")
+    loss_with, params = MODELS["jax"]()
+    assert code_of("none", loss_with(""), params, X) == ("# No change: it has no checkpoints.",)
+    model = Scanned(nn.remat(LinenBlock))
+    (line,) = code_of("none", model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X)
+    assert re.fullmatch(rf"# Without the author's checkpoint, which is called at {re.escape(__file__)}:\d+\.", line)
+    assert code_of("none", lambda params, x: jax.checkpoint(jnp.sin)(loss_with("")(params, x)), params, X) == (
+        "# No checkpoint around a layer.",
+    )
+    (given,) = code_to_paste(step("none", config={"model": {}}), (), ())
+    assert code_to_paste(step("none", config={"model": {}}), [line], ()) == [given, "# or in the model itself:", line]
 
 
 @pytest.mark.parametrize("layout", ["unrolled", "scan", "scan of checkpoints"])
@@ -459,7 +479,7 @@ def run_of(path: Path, pasted: str, capsys: pytest.CaptureFixture[str], *flags: 
 
 @pytest.mark.full
 def test_the_code_of_a_run_takes_the_bytes_of_its_row(tmp_path, capsys):
-    policies = ("nothing", "1*nothing|1*save:hidden", "save:norm/mul.1,up/dot_general", "own")
+    policies = ("none", "nothing", "1*nothing|1*save:hidden", "save:norm/mul.1,up/dot_general", "own")
     *rows, own = run_of(tmp_path / "as_written.py", "", capsys, "--code", "--policy", *policies)
     assert own["code"] is None
     assert len({row["total_bytes"] for row in rows}) == len(rows)

@@ -19,7 +19,7 @@ from jaxremat.policy.grammar import as_policy
 from jaxremat.policy.jax_private import core, is_checkpoint
 from jaxremat.policy.maxtext import MAXTEXT_ALIASES, MAXTEXT_NAMES, config_lines
 from jaxremat.policy.names import all_written_names
-from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.policy.spec import NONE, NOTHING, OWN, Policy
 from jaxremat.policy.tree import path_text
 
 Framework = Literal["jax", "linen", "nnx", "equinox", "maxtext"]
@@ -54,7 +54,7 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
             a policy of several layers, `jaxremat.scan_layers` or `jaxremat.Layers` takes the scan's place.
 
     Returns:
-        The code. Empty for `none` and `own`, which wrap nothing.
+        The code. For `none` and `own`, which wrap nothing, it is a comment.
 
     Raises:
         UnknownPolicyError: `policy` doesn't parse, or its groups don't fit the number of layers.
@@ -69,8 +69,10 @@ def as_code(policy: Policy | str, framework: Framework, num_layers: int = 1, *, 
     group = policy.layers(num_layers)
     if _is_stacked(policy, framework, in_scan):
         return _stacked(policy, framework, num_layers, in_scan, _WRAPPED[framework][0], "layers")
+    if policy == OWN:
+        return "# own: the layers are as their author wrote them"
     if all(one.is_none for one in group) and not policy.recomputes_groups:
-        return ""
+        return f"# {policy}: no layer has a checkpoint"
     target, wrapped, called = _WRAPPED[framework]
     wrapped = wrapped.replace("policy=", "prevent_cse=False, policy=") if in_scan else wrapped
     lines = [_BEFORE[framework]] if _BEFORE[framework] else []
@@ -271,7 +273,7 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     The framework knows no names that the author didn't write. `jaxremat.remat` gives them to the values of a whole module, or of
     a class or function of which each layer is one call (`called.py`). It is a line for each kind of layers, with the names that
     one has by itself. Nobody knows where other layers begin in the author's code, so a comment says which values the author has
-    to name.
+    to name. For `none` a comment says which checkpoint of the author's to take away, or that there is none.
 
     For a loss of Flax NNX and the policy `dots`:
 
@@ -293,13 +295,14 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     places = (f".{place}." for place in itertools.chain(classes, files))
     modules = (module for place in places for module in _MODULES if f".{module}." in place)
     framework = _MODULES.get(next(modules, ""), "jax")
-    replaced = _replaced(kinds, program, args[0])
+    replaced = _replaced(kinds, program, args[0], is_none=policy == NONE)
+    if policy == NONE:
+        return tuple(replaced)
     is_of_many = is_of_several(policy) and (bool(kinds[1:]) or in_scan)
     if is_of_many and (why := _why_no_lines(policy, framework, kinds, unwritten)):
         return (f"# There is no such code: {why}. The line with with_policy is the code to paste.",)
     if not unwritten and not is_of_many:
-        lines = as_code(policy, framework, num_layers, in_scan=in_scan).splitlines()
-        return (*replaced, *lines) if lines else ()
+        return *replaced, *as_code(policy, framework, num_layers, in_scan=in_scan).splitlines()
     by_name = f"# {_WRAPPED[framework][1].partition('(')[0]} saves by name what jax.ad_checkpoint.checkpoint_name named, and"
     parts = _parts(policy, kinds, written)
     if lines := (_lines_of_several if is_of_many else _named_lines)(framework, parts):
@@ -310,17 +313,27 @@ def code_for(policy: Policy, kinds: Sequence[Kind], function: Callable[..., Any]
     )
 
 
-def _replaced(kinds: Sequence[Kind], program: Any, params: Any) -> list[str]:
+def _replaced(kinds: Sequence[Kind], program: Any, params: Any, *, is_none: bool) -> list[str]:
     """The comments before code that takes the place of the author's checkpoints.
 
     Flax names a module without a name after its checkpoint, and its parameters after the module.
+
+    Args:
+        kinds: the layers.
+        program: the loss as a program.
+        params: the parameters.
+        is_none: whether the policy is `none`. The comments then say what takes the checkpoints away.
     """
     if places := dict.fromkeys(kind.checkpoint for kind in kinds if kind.checkpoint):
         paths = (path_text(path) for path, _ in jax.tree.leaves_with_path(params))
         renamed = next((name for path in paths for name in re.findall(r"\bCheckpoint(\w+_\d+)\b", path)), "")
         moved = [f"# (It names parameters: those of Checkpoint{renamed} are then those of {renamed}.)"] * bool(renamed)
-        return [*moved, f"# In place of the author's checkpoint, which is called at {' and '.join(places)}:"]
-    return ["# In place of the model's own checkpoints:"] * any(map(is_checkpoint, _equations(program.jaxpr)))
+        of_author = f"the author's checkpoint, which is called at {' and '.join(places)}"
+        return [f"# Without {of_author}.", *moved] if is_none else [*moved, f"# In place of {of_author}:"]
+    has_checkpoints = any(map(is_checkpoint, _equations(program.jaxpr)))
+    if is_none:
+        return ["# No checkpoint around a layer." if has_checkpoints else "# No change: it has no checkpoints."]
+    return ["# In place of the model's own checkpoints:"] * has_checkpoints
 
 
 def _nodes(tree: Any) -> Iterator[type]:

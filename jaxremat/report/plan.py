@@ -12,7 +12,7 @@ from rich.table import Table
 from jaxremat.policy.grammar import parse
 from jaxremat.policy.maxtext import MAXTEXT_NAMES
 from jaxremat.policy.offload import flag_line
-from jaxremat.policy.spec import Names
+from jaxremat.policy.spec import NONE, Names
 from jaxremat.report.policy_text import shortened
 from jaxremat.report.steps import LAYOUT_WORDS, loss_text, steps_table
 from jaxremat.report.table import counted, gib_number, list_table, number
@@ -189,7 +189,8 @@ def code_to_paste(step: PlanRecord | TrialRecord, as_code: Sequence[str], as_con
     if is_of_own_model(step):
         layers = model.get("layers")
         given = f'loss = jaxremat.with_policy(loss, "{step.policy}"{f", layers={tuple(layers)}" if layers else ""})'
-        return [*lines, given, *(["# or in the model itself, around a layer:", *as_code] if as_code else [])]
+        where = "# or in the model itself:" if step.policy == str(NONE) else "# or in the model itself, around a layer:"
+        return [*lines, given, *([where, *as_code] if as_code else [])]
     unrolled = "" if model["scan_layers"] else ", scan=False"
     lines.append(f'layers = jaxremat.Layers(Block(...), num_layers={model["num_layers"]}, policy="{step.policy}"{unrolled})')
     policy = parse(step.policy)
