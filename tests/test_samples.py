@@ -18,6 +18,8 @@ from jaxremat.chips.target import load_target
 from jaxremat.config import TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape
+from jaxremat.policy.spec import OWN
+from jaxremat.report.sentences import microbatches_sentences
 from jaxremat.step.inputs import inputs
 from jaxremat.step.step import abstract_args, init_state, make_step, step_shardings
 from jaxremat.trial.trials import Trials
@@ -194,6 +196,20 @@ def test_a_step_over_microbatches_has_a_number_of_them_that_no_batch_changes(num
     with pytest.raises(UsageError) as caught:
         factory(make).at(6, TRAIN)
     assert "number of microbatches a keyword of its own" in caught.value.next_step
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [1, 4])
+def test_the_samples_of_a_whole_step_are_those_of_the_microbatches_that_its_author_says(number):
+    def make(batch):
+        x = jnp.ones((number, batch, D))
+        return jaxremat.Workload(step=lambda state, x: (state, x.sum()), args=(jnp.ones(3), x), microbatches=number)
+
+    row = Trials(factory(make), TrainConfig(), load_target("cpu"), 2**40, num_steps=2).record(OWN, 6)
+    assert (row.batch, row.accumulate, row.global_batch) == (6, number, 6 * number)
+    assert row.samples_per_s == pytest.approx(6 * number / row.step_s)
+    assert [bool(sentence) for sentence in microbatches_sentences([row])] == [True] * (number == 1)
+    assert microbatches_sentences([replace(row, optimizer="adamw")]) == []
 
 
 @pytest.mark.parametrize(

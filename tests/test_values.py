@@ -97,6 +97,7 @@ def repr_of(value: object) -> str:
         *(("num_tokens", value) for value in (-1, 0, float("nan"), float("inf"), "many", True)),
         *(("model_flops", value) for value in (-1.0, float("nan"), "many")),
         *(("optimizer", value) for value in ("adam", optax.adamw, 5)),
+        *(("microbatches", value) for value in (0, 2, True, "many")),
         *(("layers", value) for value in (5, ["blocks_*"], ("blocks_*", 5))),
         *(
             (name, 5)

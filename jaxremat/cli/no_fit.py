@@ -38,8 +38,7 @@ def show_no_fit(
 
     policy = parse(row.policy)
     trials = session.trials.with_loss(row.loss).with_layout(row.layout)
-    train = replace(trials.train, accumulate=row.accumulate)
-    trials = replace(trials, train=train, global_batch=None, xla_preset=row.xla_preset)
+    trials = replace(trials, train=trials.train_at(row.batch), global_batch=None, xla_preset=row.xla_preset)
     explained = None
     if isinstance(row, TrialRecord):
         progress.show("nothing fits: what takes the bytes")

@@ -250,6 +250,7 @@ class Printer:
             if self._all:
                 self._report.show(*self._side_by_side(), *map(sentences.rank_sentence, ranks))
                 self._report.show(*sentences.attached_sentences(self._all), sentences.source_sentence(self._all, target))
+                self._report.show(*sentences.microbatches_sentences(self._all))
                 self._report.show(*sentences.no_mfu_sentences(self._all), *sentences.unpriced_sentences(self._all))
 
     def _side_by_side(self) -> Sequence[Table | str]:

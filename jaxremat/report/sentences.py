@@ -242,6 +242,19 @@ def unpriced_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     return [f"Predicted times, FLOPs and MFU are rough: {'; '.join(found)}."] if found else []
 
 
+def microbatches_sentences(rows: Sequence[TrialRecord]) -> list[str]:
+    """What the samples per second of a whole step count, where its author gives no number of microbatches.
+
+    Empty where none of the steps is one.
+    """
+    if not any(row.optimizer is None and row.samples_per_s and row.accumulate == 1 for row in rows):
+        return []
+    return [
+        "samples/s counts one batch a step. A step that accumulates the gradients of several has more: "
+        "Workload(..., microbatches=4) counts them."
+    ]
+
+
 def no_mfu_sentences(rows: Sequence[TrialRecord]) -> list[str]:
     """Why steps whose time is known have no MFU.
 

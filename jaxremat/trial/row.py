@@ -64,7 +64,7 @@ class About:
             policy=str(self.policy),
             target=trials.target.name,
             batch=batch,
-            accumulate=train.accumulate,
+            accumulate=trials.microbatches_at(batch),
             global_batch=trials.global_batch_at(batch),
             num_devices=trials.target.mesh_shape.num_devices,
             mesh=str(trials.target.mesh_shape) if trials.target.mesh else None,
@@ -126,7 +126,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     target, speed, num_devices = trials.target, trials.target.speed, trials.target.mesh_shape.num_devices
     predicted = predict_step_time(compilation.module, speed) if speed else None
     step_s = timing.median_s if timing else predicted.step_s if predicted else None
-    workload, accumulate = trials.workload_of(batch), trials.train_at(batch).accumulate
+    workload, accumulate = trials.workload_of(batch), trials.microbatches_at(batch)
     of_all = workload.model_flops, workload.num_tokens, trials.samples_at(batch)
     flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
     peak = timing.peak_bytes if timing else None

@@ -139,6 +139,10 @@ class Trials:
             )
         return dataclasses.replace(self.train, accumulate=self.global_batch // batch)
 
+    def microbatches_at(self, batch: int) -> int:
+        """The microbatches of a step at `batch`. A whole step has as many as its author says."""
+        return self.train_at(batch).accumulate * self.workload_of(batch).microbatches
+
     def batches(self, max_batch: int | None) -> Sequence[int]:
         """The batches to choose among, in rising order: with a `global_batch`, its divisors.
 
@@ -202,7 +206,7 @@ class Trials:
     def global_batch_at(self, batch: int) -> int:
         """Samples in a step on all devices."""
         samples = self.samples_at(batch) if self.target.mesh_shape.is_own else None
-        return (samples or batch * self.num_members) * self.train_at(batch).accumulate
+        return (samples or batch * self.num_members) * self.microbatches_at(batch)
 
     def with_loss(self, loss: str) -> "Trials":
         """The trials with another loss.

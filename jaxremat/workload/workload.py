@@ -88,6 +88,8 @@ class Workload:
         step: in place of the loss, a whole train step with the gradient inside.
         args: the arguments of `step`, arrays or shapes (`jax.ShapeDtypeStruct`).
         donate_argnums: the numbers of the arguments of `step` whose buffers its results may reuse.
+        microbatches: how many microbatches `step` computes the gradients of, each of `batch` samples. The samples of a step are
+            those of all. With a loss, --accumulate says it.
         init: makes real parameters from a random key, to run steps. Without it concrete `params` are used. With neither, steps
             are compiled and never run.
         batches: makes an iterator of real batches, to run steps over. Without it random values of the batch's shapes are used.
@@ -145,6 +147,7 @@ class Workload:
     step: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     donate_argnums: int | tuple[int, ...] = ()
+    microbatches: int = 1
     init: Callable[[jax.Array], Any] | None = None
     batches: Callable[..., Iterator[Any]] | None = None
     eval_loss: Callable[..., Any] | None = None
@@ -568,6 +571,9 @@ def _check_values(workload: Workload) -> None:
             "a jaxremat.workload.samples.Samples",
             "leave it out: samples are what grows with the keyword batch of your function",
         )
+    several = workload.microbatches
+    if not isinstance(several, int) or isinstance(several, bool) or several < 1:
+        raise _bad_workload(f"microbatches={several!r}", "a whole number from 1", "microbatches=4, or leave it out for 1")
     if not isinstance(workload.joined_microbatches, bool):
         raise _bad_workload(
             f"joined_microbatches={workload.joined_microbatches!r}", "True or False", "leave it out for False"
@@ -591,6 +597,8 @@ def _check_loss(workload: Workload) -> None:
     reject(
         (of_step, f"Workload got a loss and {of_step}", f"leave {of_step} out; give params and batch with a loss", "",
          f"{of_step} with a step"),
+        (workload.microbatches > 1, f"Workload got a loss and microbatches={workload.microbatches}",
+         "leave microbatches out, and give --accumulate", "", "microbatches with a step"),
         (empty, f"Workload got a loss and {what} {empty}", f"give {empty}=", "", "a tree of arrays or jax.ShapeDtypeStructs"),
         (number not in (None, 2, 3), f"Workload got a loss of {number} arguments",
          "bind the others, with functools.partial for example", "", loss),
