@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxremat.cli.many_trials import _REST, TrialsProgress
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.session.answers import Listener, _says_how_to_compile_less
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Task
@@ -70,6 +71,20 @@ def test_a_line_has_the_numbers_that_are_known():
     assert numbers(compile_text("dots", Compile(1, 9), "batch 126")) == [1, 9, 126]
     assert numbers(compile_text("dots", Compile(2), "batch 126")) == [2, 126]
     assert numbers(compile_text("dots", Compile(2, 9, 23.4, 118), "batch 126")) == [2, 9, 126, 118, 24]
+
+
+@pytest.mark.parametrize(("first_s", "expected"), [(152.0, [1, 152, 19]), (29.0, [])])
+def test_a_slow_first_compile_says_once_how_a_plan_takes_fewer(first_s, expected, monkeypatch):
+    now, notes, shown = [7.0], list[str](), list[str]()
+    monkeypatch.setattr("jaxremat.session.answers.time.monotonic", lambda: now[0])
+    listener = Listener(lambda record: None, progress=shown.append, note=notes.append)
+    on_compile = _says_how_to_compile_less(listener, "auto")
+    for number in (1, 2, 3):
+        on_compile("nothing", 8, Compile(number, 19))
+        now[0] += first_s
+    assert len(shown) == 3
+    assert [numbers(note.partition(". ")[0]) for note in notes] == [expected] * bool(expected)
+    assert all("--batch" in note for note in notes)
 
 
 @pytest.mark.parametrize(

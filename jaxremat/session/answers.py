@@ -63,6 +63,8 @@ class Listener:
 Answering = Callable[["Session", RequestedPolicy, Listener, int | None], Iterator[int | None]]
 #: The number of compiles before an estimate.
 ESTIMATED_AFTER = 2
+#: Seconds of a plan's first compile above which it is said how a plan takes fewer compiles.
+SLOW_S = 30.0
 
 
 def answer_policy(session: "Session", requested: RequestedPolicy, listener: Listener) -> None:
@@ -250,7 +252,7 @@ def _answer_auto(session: "Session", requested: RequestedPolicy, auto: Auto, lis
             max_batch=flags.max_batch,
             objective=flags.objective,
             offload=flags.offload,
-            on_compile=_says(listener, "auto"),
+            on_compile=_says(listener, "auto") if batch else _says_how_to_compile_less(listener, "auto"),
             on_best=on_best,
             layouts=auto.layouts,
         )
@@ -268,6 +270,25 @@ def _says(listener: Listener, what: str) -> OnCompile:
 
     def on_compile(policy: str, batch: int, compile: Compile) -> None:
         listener.progress(compile_text(what, compile, f"batch {batch}", policy_in_short(policy)))
+
+    return on_compile
+
+
+def _says_how_to_compile_less(listener: Listener, what: str) -> OnCompile:
+    """`_says` for a plan that chooses the batch.
+
+    After a first compile of more than `SLOW_S` seconds, it says once that a plan for one batch takes fewer compiles.
+    """
+    says, started = _says(listener, what), list[float]()
+
+    def on_compile(policy: str, batch: int, compile: Compile) -> None:
+        started.append(time.monotonic())
+        if len(started) == compile.number == 2 and (first_s := started[1] - started[0]) > SLOW_S:
+            listener.note(
+                f"{what}: compile 1 took {first_s:.0f} s, of at most {compile.at_most} compiles. "
+                "A plan for one batch, such as --batch 8, takes fewer"
+            )
+        says(policy, batch, compile)
 
     return on_compile
 

@@ -24,7 +24,7 @@ from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0
-#: Seconds after the signal in which the main thread may go on printing what is known. A large step's record takes several.
+#: Seconds after the signal in which the main thread may still print what is known. A large step's record takes several.
 WORDS_S = 60.0
 #: The name of Python's own file of imports.
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -48,7 +48,7 @@ class _Ending(Interrupts):
         cleanups: functions that remove what the process leaves behind.
         announce: what is printed at once, where a loop ends in its own way (`deferred`). None outside of one.
         speaker: the thread that prints what is known after a signal. Nothing interrupts it. None where none does.
-        speaks: held by the thread that prints what is known, so that no other thread ends the process meanwhile.
+        speaks: a lock of the thread that prints what is known, so that no other thread ends the process meanwhile.
     """
 
     message: str = ""
