@@ -94,7 +94,9 @@ def test_the_best_step_so_far_is_printed_where_a_search_for_a_plan_ends(tmp_path
     assert f"{row['policy']}, chunked loss" in printed
     assert f'policy="{row["policy"]}"' in row["code"][0]
     assert row["code"][0] in printed
-    assert len([line for line in printed.partition("policies side by side")[2].splitlines() if " 8 " in line]) == 2
+    *lines, last = printed.partition("policies side by side")[2].splitlines()
+    assert len([line for line in lines if " 8 " in line]) == 2
+    assert " explain " in last
 
 
 def test_the_meshes_so_far_are_printed(tmp_path):

@@ -202,7 +202,7 @@ def with_code(session: Session, listener: "Listener") -> "Listener":
 def say_all(
     flags: RunFlags, printer: "Printer", report: "Report", target: str, lengths: "LengthsRecord | None" = None
 ) -> None:
-    """Prints what concerns all policies together, and the command that looks closer at the fastest step.
+    """Prints what concerns all policies together, and the command of the lint.
 
     It is called where a command is interrupted, too.
     """

@@ -243,9 +243,9 @@ def unpriced_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
 
 def microbatches_sentences(rows: Sequence[TrialRecord]) -> list[str]:
-    """What the samples per second of a whole step count, where its author gives no number of microbatches.
+    """What the samples per second of a whole step count.
 
-    Empty where none of the steps is one.
+    Empty where no step is whole, or where the author of each gives its number of microbatches.
     """
     if not any(row.optimizer is None and row.samples_per_s and row.accumulate == 1 for row in rows):
         return []

@@ -57,7 +57,7 @@ class _Ending(Interrupts):
     cleanups: list[Callable[[], None]] = field(default_factory=list)
     announce: Callable[[], str] | None = None
     speaker: int | None = None
-    speaks: threading.RLock = field(default_factory=threading.RLock)  # pyright: ignore
+    speaks: threading.RLock = field(default_factory=threading.RLock)
 
 
 _interrupts = _Ending()
