@@ -246,9 +246,9 @@ def _largest(
         guess = _reach(CurvePoint(0, Cost(fixed_bytes, 0.0)), CurvePoint(low, first), budget_bytes)
         high = at_most(batches[1:], min(guess, GROWTH * low))
         second = _first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
-        curve = Curve((CurvePoint(low, first), second))
-        reach = min(int(_reach(*curve.points, budget_bytes)) + 1, batches[-1])
-        yield speed(reach, curve.at(reach))
+        points = CurvePoint(low, first), second
+        reach = min(int(_reach(*points, budget_bytes)) + 1, batches[-1])
+        yield speed(reach, Curve(points).at(reach))
         compiles.estimated(at_most(batches, reach - 1))
         found = largest_batch(
             lambda batch: trials.compile(policy, batch).memory.total_bytes,
