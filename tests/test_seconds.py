@@ -39,12 +39,21 @@ def test_further_steps_tell_values_apart():
 
 
 def test_what_few_bytes_hardly_explain_is_recomputing():
-    """A small value was expected to take 4 s off the step, and takes off 2: so will others, and no byte costs more."""
+    """A value of 1 byte was expected to take 4 s off the step, and takes off 2. So recomputing takes half of its seconds."""
     small = layer().problem
     values = (small.values[0], replace(small.values[1], num_bytes=1), *(replace(v, num_bytes=400) for v in small.values[2:]))
     of_layer, _ = corrected(replace(layer(), problem=replace(small, values=values)), [Seen({1: 1}, 4.0, 2.0, step_s=1.0)])
     assert [op.recompute_s for op in of_layer.problem.ops] == pytest.approx([2, 2, 2], rel=1e-2)
-    assert max(value.save_s for value in of_layer.problem.values) < 0.1
+    assert of_layer.problem.values[1].save_s < 0.01
+
+
+def test_both_causes_explain_a_step():
+    """`up` was expected to take 4 s off the step, and takes off 3, by the price of its bytes and by recomputing."""
+    of_layer, _ = corrected(layer(), [Seen({1: 8}, 4.0, 1.0, step_s=1.0)])
+    (again, *_), (_, up, gate, _) = of_layer.problem.ops, of_layer.problem.values
+    assert again.recompute_s - up.save_s == pytest.approx(3, rel=1e-3)
+    assert 0 < gate.save_s < up.save_s < 1
+    assert again.recompute_s < 4
 
 
 @pytest.mark.parametrize(("beyond_s", "factor"), [(40.0, 0.1), (-40.0, 1.5)])

@@ -5,8 +5,8 @@ linear regression shares the difference between two causes. Recomputing takes an
 same for all operations. Saving a value takes other seconds for its bytes: in part the same for all values, in part for the
 results of one kind of operation, and in part its own. So a compiled step says most about the values that it saves.
 
-Example: saving 5 % of all bytes was foreseen to take 4 ms off a step, and takes off 2. So few bytes hardly explain 2 ms.
-Recomputing is expected to take half of what was foreseen, and other values to take half as much off.
+Example: saving 5 % of all bytes was foreseen to take 4 ms off a step, and takes off 2. Some half of the difference is taken for
+recomputing, which takes fewer seconds then, whatever is saved. The rest is a price of the saved bytes.
 
 References:
     Bishop 2006, "Pattern Recognition and Machine Learning", section 3.3.
@@ -21,7 +21,7 @@ import numpy as np
 from jaxremat.planner.estimate import LayerEstimate
 
 _LAYOUT = 0.1  # share of a step's seconds by which unrolled layers may differ from a scan
-_RECOMPUTING = 0.5  # share of the seconds of recomputing by which they may be wrong, for all operations alike
+_RECOMPUTING = 0.1  # share of the seconds of recomputing by which they may be wrong, for all operations alike
 _FACTORS = (0.1, 1.5)  # what is left of these seconds, at least and at most
 _NOISE = 1e-3  # share of a step's seconds for which no value accounts
 #: The scopes around an operation.
