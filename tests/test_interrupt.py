@@ -131,6 +131,21 @@ def test_what_a_search_has_found_is_printed_by_the_main_thread(monkeypatch, caps
     assert "AssertionError" not in capsys.readouterr().err
 
 
+def test_a_second_signal_waits_for_no_words(monkeypatch):
+    left = threading.Event()
+    monkeypatch.setattr(interrupt, "GRACE_S", 0.05)
+    monkeypatch.setattr(interrupt, "_leave", left.set)
+
+    def words() -> None:
+        assert not left.wait(0.3)
+        signal.raise_signal(signal.SIGINT)
+        assert left.wait(3)
+
+    with contextlib.suppress(KeyboardInterrupt), interrupt.remembered(), interrupt.says_at_the_end(words):
+        signal.raise_signal(signal.SIGINT)
+    assert left.is_set()
+
+
 def test_the_main_thread_waits_for_the_thread_that_prints(monkeypatch):
     """XLA's compile may end while that thread makes the record."""
     said, left = [], threading.Event()

@@ -10,6 +10,7 @@ Python's handler of a signal runs in the main thread, between two instructions o
 
 import atexit
 import contextlib
+import math
 import os
 import select
 import signal
@@ -24,7 +25,8 @@ from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
 GRACE_S = 3.0
-#: Seconds after the signal in which the main thread may still print what is known. A large step's record takes several.
+#: Seconds after the signal in which the main thread may still print what is known. A large step's record takes several. A second
+#: signal ends them.
 WORDS_S = 60.0
 #: The name of Python's own file of imports.
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -169,6 +171,8 @@ def _watch(reader: int) -> None:
                 was_announced = True
             elif since is None:
                 since = signaled = time.monotonic()
+            else:  # a second signal waits for no words
+                signaled = -math.inf
         now = time.monotonic()
         if since is not None and _interrupts.speaker == main and now < signaled + WORDS_S:
             since = now
