@@ -289,7 +289,6 @@ def test_the_configuration_of_an_equation(partitionable):
 # XLA.
 
 
-@pytest.mark.full
 def test_what_fused_attention_on_a_mesh_is_called_with():
     """The lowered program has an address. Beside it are the function that divides the operation, and its static arguments."""
     mesh = load_target("h100-80gb", parse_mesh("fsdp=2")).mesh
@@ -305,6 +304,7 @@ def test_what_fused_attention_on_a_mesh_is_called_with():
     assert jax_private.divided_in_python("1") is None
 
 
+@pytest.mark.full
 def test_the_flags_that_xla_read():
     """Those of the process, as it was started."""
     code = "from jaxremat.policy.jax_private import xla_flags; print(b'a-pass' in xla_flags())"
