@@ -5,13 +5,17 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jaxremat
 from jaxremat.system import early
 
-HANDLERS = {number: signal.getsignal(number) for number in early.DEFAULTS}
+
+def handlers() -> dict[int, Any]:
+    """What the process does about the signals that end a command."""
+    return {number: signal.getsignal(number) for number in early.DEFAULTS}
 
 
 def started_as(monkeypatch: pytest.MonkeyPatch, words: list[str], argv: list[str]) -> bool:
@@ -55,9 +59,10 @@ def test_a_command(words, argv, monkeypatch):
     ],
 )
 def test_another_program(words, argv, monkeypatch):
+    before = handlers()
     assert not started_as(monkeypatch, words, argv)
     early.hear()
-    assert {number: signal.getsignal(number) for number in early.DEFAULTS} == HANDLERS
+    assert handlers() == before
 
 
 @pytest.mark.parametrize("stderr", ["open", "closed"])
