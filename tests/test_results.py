@@ -172,7 +172,7 @@ def test_addresses_of_this_process_are_no_part_of_a_key():
 
 
 @pytest.mark.full
-def test_operations_that_others_divide_in_python_have_their_addresses():
+def test_operations_that_others_divide_in_python_still_have_addresses():
     @custom_partitioning
     def halved(x):
         return x / 2

@@ -114,6 +114,13 @@ class Problem:
         """For each operation, the operations that make what it reads."""
         return [{self.producers[v] for v in op.inputs if v in self.producers} for op in self.ops]
 
+    def is_free(self, op: Op) -> bool:
+        """Whether running an operation once more costs next to nothing, as adding a bias does.
+
+        Corrected seconds may be above the least, by less than twice.
+        """
+        return op.recompute_s <= 2 * LEAST_S * max((self.values[v].num_layers for v in op.outputs), default=1)
+
     def num_bytes(self, chosen: Iterable[int]) -> int:
         """Bytes of these values on the device."""
         return sum(self.values[v].num_bytes for v in chosen)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from jaxremat.knapsack.hull import Point, point_of
-from jaxremat.knapsack.problem import LEAST_S, Decision, union
+from jaxremat.knapsack.problem import Decision, union
 from jaxremat.knapsack.solve import Row, solve
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.estimate import Candidate, Family, LayerEstimate, policy_of
@@ -138,13 +138,13 @@ def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
 
     The values are those of one layer.
     """
-    problem, values = layer.problem, layer.problem.values
+    problem = layer.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = frozenset(v for v, op in made.items() if op.together)
-    needed = frozenset(v for v in made if values[v].needed)
+    needed = frozenset(v for v in made if problem.values[v].needed)
     read = {*needed}
     # Operations such as adding a bias cost next to nothing. What is saved in their place is what they read.
-    free = [op for op in problem.ops if all(op.recompute_s <= 2 * LEAST_S * values[v].num_layers for v in op.outputs)]
+    free = [op for op in problem.ops if problem.is_free(op)]
     while more := {v for op in free if read.intersection(op.outputs) for v in op.inputs} - read:
         read |= more
     dots = frozenset(v for v, op in made.items() if op.flops and not op.together and v in read)

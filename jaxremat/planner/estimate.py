@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from jaxremat.errors import JaxrematError
 from jaxremat.knapsack.evaluate import evaluate
 from jaxremat.knapsack.hull import Point, lower_hull
-from jaxremat.knapsack.problem import LEAST_S, Decision, Problem, union
+from jaxremat.knapsack.problem import Decision, Problem, union
 from jaxremat.policy.spec import LayerPolicy, Names, Policy, Rule
 
 #: The number that makes a name unique: `mlp/mul.2` is the third of the values that a layer makes as `mlp/mul`.
@@ -87,7 +87,7 @@ class LayerEstimate:
         ops, values = self.problem.ops, self.problem.values
         again = set(evaluate(self.problem, decision).recomputed)
         again |= {n for n, op in enumerate(ops) if any(values[v].is_copied for v in decision.save.intersection(op.outputs))}
-        written = {n for n in again if ops[n].recompute_s > 2 * LEAST_S * max(values[v].num_layers for v in ops[n].outputs)}
+        written = {n for n in again if not self.problem.is_free(ops[n])}
 
         def names(numbers: Iterable[int]) -> set[str]:
             made = {values[v].name for n in numbers for v in ops[n].outputs}

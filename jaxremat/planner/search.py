@@ -9,7 +9,7 @@ of the most expected samples per second:
 2. Where two estimates of a layer disagree, the policy on which they disagree most. Its seconds say which estimate is right.
 3. The best choice of residuals in the bytes that are left (`candidates.py`), while it is expected to be faster than the
    fastest compiled step that fits, by what a compile is worth. The bytes of a compiled candidate correct what is expected of
-   the next ones, at other batches too (`corrections.py`), and its seconds correct the prices of saving (`seconds.py`).
+   the next ones, at other batches too (`corrections.py`), and its seconds those of recomputing and saving (`seconds.py`).
 4. The named policies that may fit, at the batch of the best step. The model may be wrong about `none`, and XLA decides.
 5. Where XLA compiles a step within a second or two, candidates near to compiled ones: they save one value more or less, and
    fit if the model is wrong by what a layer saves.

@@ -48,7 +48,7 @@ class Seen:
 
 
 def corrected(layer: LayerEstimate, seen: Sequence[Seen]) -> tuple[LayerEstimate, float]:
-    """The layer with the prices that compiled steps agree with.
+    """The layer with the seconds of recomputing and saving that compiled steps agree with.
 
     With it come the seconds by which unrolled layers take longer than a scan. Before anything is compiled, each part of the
     error of a byte's price is expected to be as large as what recomputing a byte costs on average.

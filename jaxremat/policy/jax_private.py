@@ -269,12 +269,12 @@ def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
 
 
 def divided_in_python(address: str) -> str | None:
-    """What an operation of JAX's own that says in Python how a mesh divides it is called with.
+    """The function by which a mesh divides one of JAX's operations, and its static arguments.
 
-    It is the function by which it is divided, and its static arguments. None for operations of other packages.
+    JAX's `custom_partitioning` calls the function while XLA partitions the program. None for an operation of another package.
 
     Args:
-        address: what the lowered program has as the `backend_config` of the operation, while that program exists.
+        address: the `backend_config` of the operation in a lowered program that still exists.
     """
     from jax.experimental.custom_partitioning import custom_partitioning
 

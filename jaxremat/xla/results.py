@@ -159,8 +159,8 @@ def without_addresses(program: str) -> str:
 
     On a mesh, fused attention says in Python how it is divided (`custom_partitioning`). The lowered text has the address of its
     functions, which know the mask and the window, for example. What JAX's own functions are called with stands in place of the
-    address here. It says the same in any process, because the functions are those of JAX's version. Operations of others have
-    their addresses, and aren't found in the store again.
+    address here. It says the same in any process, because the functions are those of JAX's version. An operation of
+    another package still has its address, and a program with it isn't found in the store by another process.
 
     Args:
         program: the lowered program with its locations, `lowered.as_text(debug_info=True)`, while `lowered` exists.
