@@ -7,6 +7,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAXREMAT_JOBS", "1")  # the processes of tests fill the cores
 
 import re
 import signal

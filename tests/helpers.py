@@ -48,9 +48,9 @@ QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-def searched(search: Searching) -> tuple[BatchSearch, list[int]]:
+def searched(search: Searching) -> tuple[BatchSearch, list[int | None]]:
     """What a search has found, and its estimates on the way."""
-    said: list[int] = []
+    said: list[int | None] = []
     while True:
         try:
             said.append(next(search))

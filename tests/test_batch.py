@@ -25,16 +25,19 @@ def search(total_bytes, budget, **options) -> BatchSearch:
 
 
 def estimated(total_bytes, budget, **options) -> tuple[BatchSearch, list[int]]:
-    """The same with the estimates after each compile."""
-    calls, most = [], []
+    """The same with the estimates before each compile but the first."""
+    calls, most, begun = [], [], []
 
     def counted(batch: int) -> int:
         calls.append(batch)
         return total_bytes(batch)
 
-    found, said = searched(
-        search_upwards(counted, budget, expect=lambda further: most.append(len(calls) + further), **options)
-    )
+    def expect(further: int) -> None:
+        most.append(len(calls) + further)
+
+    found, (first, *said) = searched(search_upwards(counted, budget, expect=expect, begin=begun.append, **options))
+    assert first is None
+    assert {*calls} <= {*begun}, "each was begun"
     assert all(len(calls) <= at_most for at_most in most)
     assert most == sorted(most, reverse=True)
     batches = options.get("batches", range(1, MAX_BATCH + 1))
@@ -175,19 +178,25 @@ def test_two_compiles_estimate_the_answer_of_a_line(state, per_sequence, budget,
         return state + per_sequence * batch
 
     found, said = estimated(total, budget, batches=range(1, cap + 1))
-    assert said[1:] == [found.largest] * (len(found.tried) - 1)
+    assert said[1:] == [found.largest] * (len(found.tried) - 2)
     _, known = estimated(total, budget, batches=range(1, cap + 1), fixed_bytes=state)
-    assert {*known} == {found.largest}
+    assert {*known} <= {found.largest}
+
+
+def test_the_answer_and_its_proof_are_begun_together():
+    """Once two compiles have made a line."""
+    begun = list[int]()
+    search = search_upwards(lambda batch: 10 + 7 * batch, 1000, begin=begun.append)
+    assert [(next(search), begun[:]) for _ in range(3)] == [(None, [8]), (121, [8, 121]), (141, [8, 121, 141, 142])]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 100))
 def test_an_estimate_is_within_what_is_proven(bytes_by_batch, budget):
     found, said = estimated(lambda batch: bytes_by_batch[batch - 1], budget, batches=range(1, len(bytes_by_batch) + 1))
     fits, fails = 0, len(bytes_by_batch) + 1
-    for estimate, (batch, num_bytes) in zip(said, found.tried, strict=True):
+    for estimate, (batch, num_bytes) in zip(said, found.tried[:-1], strict=True):
         fits, fails = (batch, fails) if num_bytes <= budget else (fits, batch)
         assert fits <= estimate < fails
-    assert said[-1] == found.largest
 
 
 def test_batches_to_look_at_are_few_and_near_each_other():

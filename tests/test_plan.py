@@ -3,8 +3,10 @@
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -28,6 +30,14 @@ from tests.small_problems import solve_by_trying_all
 @pytest.fixture(autouse=True)
 def without_solver(monkeypatch):
     solve_by_trying_all(monkeypatch)
+
+
+def estimates_at(num_estimates: int, batch: int) -> LayerEstimate:
+    """A layer by so many estimates, of which the first is right."""
+    layer = layer_at(batch)
+    slower = [tuple(replace(op, recompute_s=op.recompute_s * n) for op in layer.problem.ops) for n in (2, 5)]
+    others = tuple(replace(layer, problem=replace(layer.problem, ops=ops)) for ops in slower)
+    return replace(layer, alternatives=others[: num_estimates - 1])
 
 
 def plan(xla: Xla, budget: int, most_that_fit: int | None = None, **options) -> Plan | NoPlan:
@@ -100,13 +110,6 @@ def test_every_budget_is_met_or_refused(budget, slip, batch, is_small, most_that
 )
 def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_estimates, options):
     """Whatever the bytes by batch are, and with unrolled layers after the loop. Before a search begins, it says how many."""
-
-    def estimates_at(batch: int) -> LayerEstimate:
-        layer = layer_at(batch)
-        slower = [tuple(replace(op, recompute_s=op.recompute_s * n) for op in layer.problem.ops) for n in (2, 5)]
-        others = tuple(replace(layer, problem=replace(layer.problem, ops=ops)) for ops in slower)
-        return replace(layer, alternatives=others[: num_estimates - 1])
-
     extra = {
         "line": lambda batch: 0,
         "knee": lambda batch: size * max(0, batch - 10),
@@ -128,7 +131,8 @@ def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_es
                     done[key] = replace(cost, total_bytes=int(cost.total_bytes + extra(key[2])))
                 return done[key]
 
-            return Steps(estimates_at, compiled, LAYERS, budget, has_own_base=True, expect=compiles.expect)
+            layers = partial(estimates_at, num_estimates)
+            return Steps(layers, compiled, LAYERS, budget, has_own_base=True, expect=compiles.expect)
 
         return steps
 
@@ -139,6 +143,51 @@ def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_es
     for found in searches:
         assert all(one.at_most is None or one.at_most >= len(found) for one in found)
         assert not is_bounded or all(one.at_most is not None for one in found)
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1000, 100_000),
+    st.integers(1, 3),
+    st.sampled_from([None, 3]),
+    st.sampled_from([("full",), ("chunked", "full")]),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_steps_that_are_begun_ahead_change_no_plan(budget, num_estimates, batch, losses, is_idle):
+    """Whenever a core is idle. Each step is begun before it is compiled."""
+
+    def tried(idle: Iterator[bool]) -> list[list[tuple[Policy, str, int]]]:
+        begun, layers = set(), partial(estimates_at, num_estimates)
+
+        def compiled(*key) -> Cost:
+            assert key in begun
+            return Xla()(*key)
+
+        steps = Steps(layers, compiled, LAYERS, budget, begin=lambda *key: begun.add(key), may_guess=lambda: next(idle))
+        found = find_plans([steps, replace(steps, has_own_base=True)], losses=losses, batch=batch, batches=range(1, 65))
+        return [[(t.policy, t.loss, t.batch) for t in one.plan.tried] for one in found if one.plan]
+
+    assert tried(itertools.cycle(is_idle)) == tried(itertools.repeat(False))
+
+
+def test_what_is_begun_while_the_first_step_is_compiled():
+    """The other losses' first steps, and with a given batch `none`, if there is room for all residuals."""
+
+    def begun(**options: Any) -> list[tuple[Policy, str, int]]:
+        keys, at_first = list[tuple[Policy, str, int]](), list[tuple[Policy, str, int]]()
+
+        def compiled(*key) -> Cost:
+            at_first.extend([] if at_first else keys)
+            return Xla()(*key)
+
+        steps = Steps(layer_at, compiled, LAYERS, 10**6, begin=lambda *key: keys.append(key), may_guess=lambda: True)
+        find_plan(steps, **options)
+        return [*dict.fromkeys(at_first)]
+
+    first, none = (NOTHING, "full", 8), (Rule("none"), "full", 8)
+    assert begun(losses=("full",), batch=8) == [first, none]
+    assert begun(losses=("full", "chunked"), batches=range(1, 65)) == [first, (NOTHING, "chunked", 8)]
+    assert begun(losses=("full",), batch=8, named=False) == [first]
 
 
 def test_more_budget_is_never_slower():

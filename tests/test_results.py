@@ -43,7 +43,7 @@ module @jit_f {
 #loc4 = loc(callsite(#loc3 at #loc8))
 #loc5 = loc("jit(f)/sin"(#loc4))
 #loc6 = loc("/jaxremat/xla/compile.py":170:22 to :73)
-#loc7 = loc("lower_and_compile"(#loc6))
+#loc7 = loc("begin_compile"(#loc6))
 #loc8 = loc(callsite(#loc7 at #loc9))
 #loc9 = loc("main"(#loc10))
 #loc10 = loc("/home/me/run.py":3:1 to :5)

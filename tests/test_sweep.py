@@ -22,7 +22,6 @@ import pytest
 
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.grid import ENVIRONMENT, PACKAGE, check_sweep, source_hash, sweep_trials
-from jaxremat.cli.many_trials import num_jobs
 from jaxremat.cli.sweep import main, without_submission
 from jaxremat.errors import JaxrematError, UsageError
 from jaxremat.session.flags import SweepFlags
@@ -349,10 +348,6 @@ class TestGrid:
         with pytest.raises(UsageError) as caught:
             trials(line)
         assert named in caught.value.got
-
-    def test_jobs_follow_from_the_machine(self):
-        assert 1 <= num_jobs(None) <= len(os.sched_getaffinity(0))
-        assert num_jobs(9) == 9
 
 
 def test_a_shards_command_line():

@@ -18,6 +18,7 @@ from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.compiles import Compile, Compiles
+from jaxremat.system.ahead import ahead
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.clock import predict_step_time
 
@@ -237,13 +238,19 @@ class _Compiles:
     is_other: bool = False
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
+    def trials_of(self, policy: Policy, loss: str) -> Trials:
+        return replace(self.trials.with_loss(loss), keep_dump=policy == NOTHING and not self.is_other)
+
+    def begin(self, policy: Policy, loss: str, batch: int) -> None:
+        self.trials_of(policy, loss).begin(policy, batch)
+
     def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
-        trials, speed = self.trials.with_loss(loss), speed_of(self.trials.target)
+        trials, speed = self.trials_of(policy, loss), speed_of(self.trials.target)
         if batch not in trials.of(policy).done:
             self.log.append(policy)
             how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
             self.on_compile(", ".join([*how, str(policy)]), batch, self.compiles.next())
-        done = replace(trials, keep_dump=policy == NOTHING and not self.is_other).compile(policy, batch)
+        done = trials.compile(policy, batch)
         if policy == NOTHING and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
@@ -272,6 +279,8 @@ class _Compiles:
         return Steps(
             layer_at=lambda batch: self.layers_at(batch)[0].layer,
             compile=self.compile,
+            begin=self.begin,
+            may_guess=lambda: self.trials.begins and ahead().has_idle_core,
             expect=self.compiles.expect,
             num_layers=layers.num_layers,
             budget_bytes=self.budget_bytes,

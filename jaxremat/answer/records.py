@@ -96,10 +96,12 @@ def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable
     shown, totals = set[Policy](), list[int]()
     compiles = Compiles()
     compiles.expect(len(FRONTIER_POLICIES))
-    for text in FRONTIER_POLICIES:
-        policy = parse(text)
+    named = {text: (policy := parse(text), replace(trials, keep_dump=policy == NOTHING)) for text in FRONTIER_POLICIES}
+    for policy, of_policy in named.values():
+        of_policy.begin(policy, batch)
+    for text, (policy, of_policy) in named.items():
         on_compile("named policies")(text, batch, compiles.next())
-        row = replace(trials, keep_dump=policy == NOTHING).record(policy, batch, requested=text)
+        row = of_policy.record(policy, batch, requested=text)
         shown.add(policy)
         totals += [row.total_bytes] if row.total_bytes else []
         emit(row)
@@ -216,10 +218,10 @@ def answer_largest(
     emit: Emit,
     compiles: Compiles,
     first_batch: int = FIRST_BATCH,
-) -> Iterator[int]:
+) -> Iterator[int | None]:
     """Searches the largest batch that fits, or the largest microbatch of a global batch.
 
-    The search stops after each compile, and yields the answer as the compiles so far predict it.
+    The search stops before each compile, and yields the answer as the compiles so far predict it. None before the first.
 
     It emits a probe for each batch that is compiled, then the trials that prove the answer, then the `largest_batch` record. A
     batch that XLA rejects ends the search, with a failed trial as its only further record.
@@ -257,7 +259,8 @@ def answer_largest(
             early_bytes = partial(unless_rejected, trials.early_bytes)
             search = search_from_above(total_bytes, trials.budget_bytes, early_bytes=early_bytes, **how)
         else:
-            search = search_upwards(total_bytes, trials.budget_bytes, expect=compiles.expect, **how)
+            begin = partial(trials.begin, policy)
+            search = search_upwards(total_bytes, trials.budget_bytes, expect=compiles.expect, begin=begin, **how)
         found = yield from search
     except RejectedError as rejected:
         emit(trials.record(policy, rejected.batch, requested=requested))

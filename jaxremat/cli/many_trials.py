@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from jaxremat.cli.output import say_notes
 from jaxremat.errors import bad_value, both, reject
 from jaxremat.session.flags import RecommendFlags, SweepFlags
 from jaxremat.session.session import note
+from jaxremat.system.ahead import num_at_once
 from jaxremat.xla.results import ignore_older_results
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ FAILED = ("oom", "timeout", "crashed", "bad-config")
 SAVED = "finished trials are saved, and the same command resumes"
 #: What begins the estimate of the rest, which isn't an upper bound: trials take longer or shorter than others of their kind.
 _REST = "; the rest takes about "
-_COMPILE_BYTES = 3 * 2**30  # a little more host memory than compiling a step of 1.5 billion parameters takes
 
 
 def check_how_trials_run(flags: SweepFlags | RecommendFlags) -> None:
@@ -100,7 +99,7 @@ def run_trials(
             shown = TrialsProgress(progress, trials, store, getattr(flags, "shard", None))
             ended_here = shown.ended_here
             hear = {"on_start": shown.on_start, "on_end": shown.on_end, "on_tick": shown.on_tick}
-            queue = Queue(trials, store, num_at_once=num_jobs(flags.jobs), timeout_s=flags.timeout, **hear)
+            queue = Queue(trials, store, num_at_once=flags.jobs or num_at_once(), timeout_s=flags.timeout, **hear)
             queue.run(workers)
     finally:
         store.refresh()  # an interrupt may come after a row is written and before the store has noted it
@@ -108,16 +107,6 @@ def run_trials(
             note(f"jaxremat: {said}")
         for record in queue.unwritten if queue else ():
             unwritten(to_json(record))
-
-
-def num_jobs(jobs: int | None) -> int:
-    """How many compiles run at a time: --jobs, or what the cores and the available memory allow."""
-    if jobs is not None:
-        return jobs
-    import psutil
-
-    available = psutil.virtual_memory().available
-    return max(1, min(len(os.sched_getaffinity(0)), available // _COMPILE_BYTES))
 
 
 class TrialsProgress:

@@ -62,7 +62,7 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
 
     The headroom is fitted to the measured steps after all of them, so that the whole command has one budget.
     """
-    from jaxremat.session.answers import trials_of
+    from jaxremat.session.answers import NOT_ESTIMATED, trials_of
 
     records: list[Record] = []
     with Workers(COMMAND, environment) as workers:
@@ -70,7 +70,7 @@ def answers_from_processes(environment: dict[str, str]) -> "Iterator[Answering]"
         def answer(
             session: "Session", requested: RequestedPolicy, listener: "Listener", first_batch: int | None = None
         ) -> Iterator[None]:
-            yield None  # a process compiles the whole search
+            yield from NOT_ESTIMATED  # a process compiles the whole search
             trials = trials_of(session, requested, listener.note)
             config = {"model": trials.factory.config(), "train": dataclasses.asdict(session.trials.train)}
             for batch in session.request.batches or (None,):

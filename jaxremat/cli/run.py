@@ -131,7 +131,7 @@ def answer_all(
         say: prints a line of progress that stays.
     """
     from jaxremat.report.progress import estimate_text
-    from jaxremat.session.answers import answer_or_failure, unless_layers_are_missing
+    from jaxremat.session.answers import NOT_ESTIMATED, answer_or_failure, unless_layers_are_missing
 
     policies = session.request.policies
 
@@ -151,7 +151,7 @@ def answer_all(
 
     answers = [start(n) for n in range(len(policies))]
     with says_at_the_end(printer.policies_done):
-        for n, requested in enumerate(policies):
+        for n, requested in [*enumerate(policies)] * len(NOT_ESTIMATED):
             if (estimate := advance(n)) is not None:
                 say(estimate_text(with_preset(requested.text, requested.xla_preset), estimate))
         for n in range(len(policies)):

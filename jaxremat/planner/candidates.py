@@ -30,14 +30,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """The candidates that are expected to fit.
 
-    For each family of decisions they are the vertices of its hull, the exact solution for a layer's share of the bytes that
-    are left, and the mixes of two neighbouring vertices.
-
-    Args:
-        layer: one layer.
-        num_layers: number of layers.
-        corrections: the budget, and corrections of bytes by compiled steps.
-        exact: whether the exact solution is among them. It takes twelve times as long as all others.
+    For each family of decisions they are the vertices of its hull, the mixes of two neighbouring vertices and, if `exact`, the
+    exact solution for a layer's share of the bytes that are left. That one takes twelve times as long as all others.
     """
     for family in (*layer.families, *corrections.learned_families):
         for group in _layer_groups(layer, family, num_layers, corrections, exact):
@@ -114,10 +108,7 @@ def _expected(layer: LayerEstimate, family: Family, group: Group, num_layers: in
 
 
 def candidate_of(layer: LayerEstimate, family: Family, group: Group, num_layers: int) -> Candidate:
-    """The candidate that repeats `group` over all layers.
-
-    It is expected to take the bytes that it saves.
-    """
+    """The candidate that repeats `group` over all layers, without corrections of its bytes."""
     group_size = sum(count for count, _ in group)
     times = num_layers // group_size
     decisions = tuple((count, union(point.decision, family.always)) for count, point in group)
@@ -134,10 +125,7 @@ def candidate_of(layer: LayerEstimate, family: Family, group: Group, num_layers:
 
 
 def named_policies(layer: LayerEstimate) -> dict[Policy, frozenset[int]]:
-    """The named policies that a plan is compared with, and the estimated values each saves.
-
-    The values are those of one layer.
-    """
+    """The named policies that a plan is compared with, and the values of a layer that they save."""
     problem = layer.problem
     made = {v: op for op in problem.ops for v in op.outputs}
     fused = frozenset(v for v, op in made.items() if op.together)

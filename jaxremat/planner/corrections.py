@@ -48,11 +48,7 @@ class Corrections:
     def at_peak(self, layer: LayerEstimate, decision: Decision, shares: Mapping[int, float], num_layers: int) -> int:
         """Bytes by which the peak of a step is expected to be above that of full remat.
 
-        Args:
-            layer: one layer.
-            decision: what the layer saves whose gradient has the peak.
-            shares: for each value that is saved, the share of the layers that save it.
-            num_layers: number of layers.
+        The layer whose gradient has the peak saves `decision`. `shares` has the share of the layers that save each value.
         """
         values = layer.problem.values
         if self.moments is None:
@@ -64,8 +60,7 @@ class Corrections:
     def limits(self, layer: LayerEstimate, family: Family, num_layers: int, gone: frozenset[str]) -> tuple[Row, ...] | None:
         """The budgets of a layer where the operations `gone` run once, one for each moment.
 
-        Returns:
-            None where nothing may be saved.
+        None where nothing may be saved.
         """
         beyond, values = self.expected_beyond(layer, family, 1), family.problem.values
         if self.moments is None:

@@ -69,10 +69,7 @@ class Curve:
         return Cost(total_bytes, step_s, self._moments(batch, total_bytes))
 
     def _moments(self, batch: int, total_bytes: int) -> Callable[[frozenset[str]], tuple[Moment, ...]] | None:
-        """`Cost.moments` at a batch that wasn't compiled.
-
-        They are those at the nearest compiled batch, in proportion to the batch.
-        """
+        """`Cost.moments` at a batch, in proportion to those at the nearest compiled one."""
         known = [(point.batch, point.cost.total_bytes, point.cost.moments) for point in self.points if point.cost.moments]
         if not known:
             return None

@@ -147,11 +147,7 @@ class Family:
 
         They save everything that `decision` saves. They may save further values only if these come before the layer's large
         values in the forward pass. Large values are those of at least half the bytes of the largest one. What is computed from
-        a large value is not saved either.
-
-        Args:
-            decision: the compiled decision.
-            beyond_bytes: bytes that its step took in addition to what it saves.
+        a large value is not saved either. `beyond_bytes` is what the compiled step took in addition to what it saves.
         """
         made = {v: self.problem.values[v] for op in self.problem.ops for v in op.outputs}
         num_bytes = {v: value.num_bytes / value.num_layers for v, value in made.items()}

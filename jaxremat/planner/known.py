@@ -117,6 +117,11 @@ class Known:
                 self.curves[place.loss] = curve.with_point(place.batch, step.cost)
         return self.tried[policy, place]
 
+    def begin(self, policy: Policy, place: Place) -> None:
+        """Begins what `compile` compiles."""
+        is_of_scan = policy == NOTHING and self.scanned and not self.is_compiled(place)
+        (self.scanned if self.scanned and is_of_scan else self).steps.begin(policy, place.loss, place.batch)
+
     def compile(self, policy: Policy, place: Place, candidate: Candidate | None = None) -> None:
         """Compiles a step, and learns from it.
 

@@ -31,14 +31,8 @@ def best_place(known: Known, may_compile: bool) -> Place | None:
 
     A bound says within microseconds how fast each could be. The best candidate is searched for those whose full-remat step was
     compiled, and for some of the highest bounds. The exact solution, which takes longer, is searched where mixes of save-sets
-    don't fill the bytes that are left. A compiled batch is taken unless another one is faster by what a compile is worth.
-
-    Args:
-        known: the steps.
-        may_compile: whether a further full-remat step may be compiled.
-
-    Returns:
-        None where not even the smallest batch is expected to fit.
+    don't fill the bytes that are left. A compiled batch is taken unless another one is faster by what a compile is worth, and
+    always if no further full-remat step may be compiled (`may_compile`). None if not even the smallest batch is expected to fit.
     """
     layer, beyond = known.layer_at(known.reference), known.beyond()
     key = ("place", id(layer), tuple(known.curves.items()), tuple(beyond.items()), may_compile)

@@ -77,6 +77,10 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
         if first.most_that_fit is None:  # else, steps that are rejected in seconds are most of those that `most_left` counts
             first.steps.expect(sum(one.most_left() for one in searches))
         known, step = found
+        known.begin(step.policy, step.place)
+        guesses = ((one.known, guess) for one in searches for guess in one.guesses())
+        while first.steps.may_guess() and (guess := next(guesses, None)):
+            guess[0].begin(guess[1].policy, guess[1].place)
         known.compile(step.policy, step.place, step.candidate)
         yield
 
@@ -158,6 +162,24 @@ class Search:
         best = known.best()
         place = Place(best.loss, best.batch) if best else self.finished[0]
         return (self._named(place, _ROOMY) or self._near(place)) if has_named else None
+
+    def guesses(self) -> Iterator[Proposal]:
+        """Steps that are likely to be proposed, whatever the present one turns out to take."""
+        known, steps = self.known, self.known.steps
+        if known.scanned:
+            if any(steps.fits(known.scanned.tried[one].cost) for one in known.scanned.candidates):
+                yield from filter(None, [replace(self, finished=[*self.finished]).next(False)])
+            return
+        for loss in known.losses:
+            if batch := self._start_of_curve(loss):
+                yield Proposal(NOTHING, Place(loss, batch))
+        place, layer = Place(known.losses[0], known.reference), known.layer_at(known.reference)
+        saved_bytes = steps.num_layers * layer.problem.num_bytes(named_decision(layer, NONE).save)
+        if place.loss in known.curves:
+            is_free = len(known.batches) > 1
+            yield from filter(None, [self._dispute() if is_free else self._named(place, _ROOMY) if self.named else None])
+        elif len(known.batches) == 1 and self.named and known.fixed_bytes + saved_bytes <= steps.budget_bytes:
+            yield Proposal(NONE, place)
 
     def _start_of_curve(self, loss: str) -> int | None:
         """The batch of a loss's first or second full-remat step. None if its curve is known.

@@ -6,9 +6,7 @@ Each kind saves values of its own. All of them share the budget, and can't be pl
 The planner plans equal layers. Here all kinds become a single layer, which is planned with `num_layers=1`. It has the values and
 operations of one layer of each kind. Their bytes and seconds are those of all layers of the kind together, and their names begin
 with the name of the kind. The 0/1 program over this layer finds the best of all choices in which the layers of one kind save the
-same.
-
-Mixes, in which layers of one kind save different values, are only made where there is one kind.
+same. So there are no mixes.
 """
 
 from collections import Counter

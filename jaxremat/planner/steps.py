@@ -77,6 +77,8 @@ class Steps:
             and XLA rejects other steps in seconds. None for no limit.
         known: the policies, losses and batches of steps that were compiled before, for other rows of the same command.
         expect: called with how many further compiles the search for a plan takes at most, as soon as that is known.
+        begin: begins to compile a step in another thread, which `compile` waits for.
+        may_guess: whether a core is idle, to begin a step that `compile` may not be called for.
     """
 
     layer_at: Callable[[int], LayerEstimate]
@@ -89,6 +91,8 @@ class Steps:
     most_that_fit: int | None = None
     known: tuple[tuple[Policy, str, int], ...] = ()
     expect: Callable[[int], None] = lambda further: None
+    begin: Callable[[Policy, str, int], None] = lambda policy, loss, batch: None
+    may_guess: Callable[[], bool] = lambda: False
 
     @property
     def allows_mixes(self) -> bool:

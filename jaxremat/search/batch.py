@@ -51,9 +51,9 @@ class BatchSearch:
     tried: tuple[tuple[int, int], ...]
 
 
-#: A search that stops after each compile, and yields the answer as a line through the compiled steps predicts it. That is 0 where
-#: no batch is expected to fit.
-Searching = Generator[int, None, BatchSearch]
+#: A search that stops before each compile, and yields the answer that a line through the compiled steps predicts. That is 0 where
+#: no batch is expected to fit, and None before the first compile.
+Searching = Generator[int | None, None, BatchSearch]
 
 
 def spaced(batches: Sequence[int]) -> Sequence[int]:
@@ -141,13 +141,18 @@ def search_upwards(
     start: int = FIRST_BATCH,
     batches: Sequence[int] = range(1, MAX_BATCH + 1),
     expect: Callable[[int], None] = lambda further: None,
+    begin: Callable[[int], None] = lambda batch: None,
 ) -> Searching:
-    """The search of `largest_batch`, which says what the arguments are."""
+    """The search of `largest_batch`, which says what the arguments are.
+
+    Before it stops, it calls `begin` with the batch that it compiles next. Where that is the predicted answer, it calls `begin`
+    with the batch after it, too.
+    """
     if not batches or batches[0] < 1 or start < 1:
         raise ValueError(f"start and batches count sequences from 1 up, got {start} and {batches!r}")
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
-    guess, left = start, len(batches) + 1
+    guess, left, estimate = start, len(batches) + 1, None
     while unknown := fails - fits - 1:
         low, high = fits + 1, fails - 1
         if is_bounded := fails < len(batches) or GROWTH * batches[max(fits, 0)] >= batches[-1]:
@@ -159,6 +164,10 @@ def search_upwards(
             high = max(low, bisect.bisect_right(batches, GROWTH * batches[fits]) - 1)
         at = min(max(_place(batches, guess), low), high)
         batch = batches[at]
+        begin(batch)
+        if len(tried) > 1 and at + 1 < fails and _place(batches, guess) == at:
+            begin(batches[at + 1])
+        yield estimate
         tried[batch] = total_bytes(batch)
         if tried[batch] <= budget_bytes:
             fits = at
@@ -166,8 +175,7 @@ def search_upwards(
             fails = at
         follows_line = is_bounded or len(tried) < _SECANT_STEPS
         guess = _predict(tried, budget_bytes, fixed_bytes) if follows_line else batches[-1]
-        if follows_line:
-            yield _estimated(batches, guess, fits, fails)
+        estimate = _estimated(batches, guess, fits, fails) if follows_line else estimate
     largest = batches[fits] if fits >= 0 else 0
     after = batches[fails] if fails < len(batches) else None
     return BatchSearch(largest, tried.get(largest), after, tried[after] if after else None, tuple(tried.items()))
@@ -196,6 +204,7 @@ def search_from_above(
         batches: the batches to choose among, in rising order.
     """
     first = at_most(batches, start)
+    yield None
     known = {first: early_bytes(first)}
     guess = min(_predict(known, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
     tried: dict[int, int] = {}

@@ -56,8 +56,8 @@ class Compiles:
         at_most = self.number + further
         self.at_most = at_most if self.at_most is None else min(at_most, self.at_most)
 
-    def estimated(self, batch: int) -> None:
-        """Takes notice that the largest batch that fits is predicted to be `batch`."""
+    def estimated(self, batch: int | None) -> None:
+        """Takes notice that the largest batch that fits is predicted to be `batch`, if anything is."""
         self.estimate = batch
 
     @contextlib.contextmanager

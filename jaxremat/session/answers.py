@@ -58,11 +58,13 @@ class Listener:
 
 #: A function that makes the records of one policy of a session, in this process (`answers`) or in others (`processes.py`).
 #: The last argument is the batch that a search tries first. None takes the usual one.
-#: The iterator stops once. Its first `next` gives the largest batch by `ESTIMATED_AFTER` compiles, or None where nothing is
-#: estimated. Its second one makes the rest.
+#: The iterator stops before each of its first compiles, which it has begun then. It stops as often as `NOT_ESTIMATED` has items.
+#: The last stop gives the largest batch by `ESTIMATED_AFTER` compiles. The others give None, as where nothing is estimated.
 Answering = Callable[["Session", RequestedPolicy, Listener, int | None], Iterator[int | None]]
 #: The number of compiles before an estimate.
 ESTIMATED_AFTER = 2
+#: The stops of an answer that estimates nothing.
+NOT_ESTIMATED = (None,) * (ESTIMATED_AFTER + 1)
 #: Seconds of a plan's first compile above which it is said how a plan takes fewer compiles.
 SLOW_S = 30.0
 
@@ -86,7 +88,7 @@ def unless_layers_are_missing(
         NoLayersError: the policy needs repeated layers, and the model has none.
     """
     if error := session.missing_layers(requested):
-        yield None  # the answers of the policies before it come first
+        yield from NOT_ESTIMATED  # the answers of the policies before it come first
         raise error
     yield from answer
 
@@ -150,7 +152,7 @@ def failure_of(session: "Session", requested: RequestedPolicy, error: Exception,
 def answers(
     session: "Session", requested: RequestedPolicy, listener: Listener, first_batch: int | None = None
 ) -> Iterator[int | None]:
-    """Makes the records of one policy by compiling in this process. Stops once (`Answering`).
+    """Makes the records of one policy by compiling in this process. Stops as `Answering` says.
 
     Args:
         session: the model and the target.
@@ -160,12 +162,12 @@ def answers(
     """
     request = session.request
     if isinstance(requested.policy, Frontier):
-        yield None
+        yield from NOT_ESTIMATED
         trials = replace(session.trials, xla_preset=requested.xla_preset)
         answer_frontier(trials, request.batches[0], listener.record, lambda part: _says(listener, f"frontier, {part}"))
         return
     if isinstance(requested.policy, Auto):
-        yield None
+        yield from NOT_ESTIMATED
         return _answer_auto(session, requested, requested.policy, listener)
     compiles, policy = Compiles(), policy_of(requested)
     what = with_preset(str(policy), requested.xla_preset)
@@ -175,16 +177,31 @@ def answers(
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
     if batches := batches_of(session, requested):
-        yield None
+        for batch in batches:
+            listener.progress(f"{what}: tracing batch {batch}")
+            trials.begin(policy, batch)
+        yield from NOT_ESTIMATED
         answer_batches(trials, policy, requested.text, batches, listener.record, compiles)
         return
     first_batch = first_batch or usual_first_batch(session.seq_len)
     search = answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
-    for number, estimate in enumerate(search, 1):
+    for number, estimate in enumerate(search):
         compiles.estimated(estimate)
-        if number == ESTIMATED_AFTER:
+        if number <= ESTIMATED_AFTER:
             with compiles.paused():
-                yield estimate
+                yield estimate if number == ESTIMATED_AFTER else None
+
+
+def begin_steps(session: "Session", *, keep_dump: bool = False) -> None:
+    """Begins the steps of all policies at the batches of the request.
+
+    Several are compiled at a time then. With `keep_dump` they are begun for a map of the memory, as `Trials.keep_dump`.
+    """
+    for requested in session.request.policies:
+        if not isinstance(requested.policy, Auto | Frontier) and not session.missing_layers(requested):
+            trials = replace(trials_of(session, requested, lambda note: None), keep_dump=keep_dump)
+            for batch in batches_of(session, requested):
+                trials.begin(policy_of(requested), batch)
 
 
 def policy_of(requested: RequestedPolicy) -> Policy:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
+from jaxremat.system.ahead import is_busy
 from jaxremat.system.early import DEFAULTS, EXIT_CODE, end, exit_now, ignore
 
 #: Seconds that the main thread has to end the process before the process ends without it.
@@ -303,11 +304,11 @@ def at_end(cleanup: Callable[[], None]) -> None:
 def leave(code: int) -> None:
     """Ends the process with an exit code.
 
-    After an interrupt it ends at once, because threads of JAX may still be compiling.
+    It ends at once where threads may still be compiling: after an interrupt, or ahead of what wasn't asked for.
     """
     if threading.current_thread() is threading.main_thread():
         ignore()
-    if code != EXIT_CODE:
+    if code != EXIT_CODE and not is_busy():
         sys.exit(code)
     for finish in (*_interrupts.cleanups, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):

@@ -9,6 +9,7 @@ Each is a policy at a batch, compiled once, and measured where the device is in 
 Trials with another loss, layout or budget share the compiled steps: no step is compiled twice.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, state_and_argument_bytes, step_shardings
+from jaxremat.system.ahead import ahead
 from jaxremat.trial.measure import StepTiming, measure_step
 from jaxremat.trial.record import Outcome, TrialRecord
 from jaxremat.trial.row import About, error_kind, failed_row, first_line, row_of, too_large_row
@@ -32,7 +34,7 @@ from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
 from jaxremat.xla.buffers import Category
-from jaxremat.xla.compile import LEAST_LIMIT, Compilation, lower_and_compile
+from jaxremat.xla.compile import LEAST_LIMIT, Compilation, Result, begin_compile, when_asked
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import preset_options
 
@@ -45,11 +47,13 @@ class Steps:
         policy: the policy.
         done: the compiled step, or why XLA rejected it.
         early: the bytes that XLA says early, where it does (`Trials.early_bytes`).
+        begun: of steps that are compiled ahead, functions that wait for the compiled step. By batch and `Trials.keep_dump`.
     """
 
     policy: Policy
     done: dict[int, Compilation | CompileError] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)
+    begun: dict[tuple[int, bool], Callable[[], Compilation]] = field(default_factory=dict)
 
     @property
     def compiled(self) -> dict[int, Compilation]:
@@ -283,8 +287,10 @@ class Trials:
         return self.steps.setdefault((*made, *how), Steps(policy))
 
     def forget(self) -> None:
-        """Frees the compiled steps."""
-        self.steps.clear()
+        """Frees the compiled steps. Those that were begun stay."""
+        for steps in self.steps.values():
+            steps.done.clear()
+            steps.early.clear()
 
     def compile(self, policy: Policy, batch: int) -> Compilation:
         """The step of `policy` compiled at `batch`.
@@ -297,14 +303,34 @@ class Trials:
         has_no_dump = isinstance(done, Compilation) and done.dump is None and not done.is_too_large
         if done is None or (self.keep_dump and has_no_dump):
             self.on_compile(policy, batch)
+            begun = steps.begun.pop((batch, self.keep_dump), None)
             try:
-                done = self.compile_anew(policy, batch)
+                done = begun() if begun else self.compile_anew(policy, batch)
             except CompileError as error:
                 done = self._with_next_step(policy, batch, error)
             steps.done[batch] = done
         if isinstance(done, CompileError):
             raise done
         return done
+
+    @property
+    def begins(self) -> bool:
+        """Whether steps are begun before they are asked for.
+
+        They aren't with one core, on a device that is here, which may measure a step meanwhile, and for a TPU, whose compiler
+        has threads of its own.
+        """
+        return self.target.kind == "deviceless" and self.target.chip.is_gpu and ahead().works
+
+    def begin(self, policy: Policy, batch: int) -> None:
+        """Begins to compile a step in another thread, if it `begins` steps. `compile` waits for it.
+
+        An error is raised where the step is asked for.
+        """
+        steps, one = self.of(policy), (batch, self.keep_dump)
+        if self.begins and batch not in steps.done and one not in steps.begun:
+            with contextlib.suppress(Exception):
+                steps.begun[one] = self._begin(ahead().begin, policy, batch)
 
     def compile_anew(
         self,
@@ -327,8 +353,21 @@ class Trials:
         Raises:
             CompileError: XLA rejected it.
         """
+        return self._begin(when_asked, policy, batch, suggest=suggest, workload=workload, limit_bytes=limit_bytes)()
+
+    def _begin(
+        self,
+        begin: Callable[[Callable[[], Result]], Callable[[], Result]],
+        policy: Policy,
+        batch: int,
+        *,
+        suggest: bool = True,
+        workload: Workload | None = None,
+        limit_bytes: int | None = None,
+    ) -> Callable[[], Compilation]:
         workload, train = workload or self.workload_of(batch), self.train_at(batch)
-        done = lower_and_compile(
+        compiled = begin_compile(
+            begin,
             make_step(workload, train, policy),
             abstract_args(workload, train),
             self.target,
@@ -342,7 +381,7 @@ class Trials:
         )
         paths = (jax.tree_util.keystr(path) for path, _ in workload.frozen)
         frozen: dict[str, Category] = {f"state.params{path}": "frozen parameters" for path in paths}
-        return dataclasses.replace(done, roles=frozen) if frozen else done
+        return lambda: dataclasses.replace(compiled(), roles=frozen or None)
 
     @property
     def speaks_early(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from jaxremat.errors import JaxrematError
+from jaxremat.system.ahead import JOBS
 from jaxremat.system.files import OTHER_TMPDIR, named_by
 from jaxremat.system.process import Child, Deadline, Ended, Processes, signal_name
 from jaxremat.trial.lines import in_words
@@ -77,6 +78,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         environment = self._environment | {
             "TMPDIR": str(folder),
             SHARED_FOLDER: str(self._shared),
+            JOBS: "1",  # the processes run beside each other
             "JAX_ENABLE_COMPILATION_CACHE": "true" if cache else "false",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

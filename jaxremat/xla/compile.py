@@ -19,11 +19,12 @@ import functools
 import math
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -53,6 +54,9 @@ from jaxremat.xla.traced import offloads_in_loop
 
 #: A limit of `limit_bytes` that hardly any program is within.
 LEAST_LIMIT = 2**20
+#: XLA's result, and the `jax.stages.Compiled`, None where the store had it.
+Result = tuple[XlaResult, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,51 @@ def lower_and_compile(
             program wrongly: a copy of an offloaded value in a scan takes another layer's (`xla/host_slices.py`).
         MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
+    return begin_compile(
+        when_asked,
+        function,
+        args,
+        target,
+        donate_argnums=donate_argnums,
+        xla_remat=xla_remat,
+        keep_dump=keep_dump,
+        options=options,
+        suggest=suggest,
+        shardings=shardings,
+        limit_bytes=limit_bytes,
+    )()
+
+
+def when_asked(work: Callable[[], T]) -> Callable[[], T]:
+    """A function that does the work where its result is asked for, in the main thread."""
+
+    def done() -> T:
+        with in_xla():
+            return work()
+
+    return done
+
+
+def begin_compile(
+    begin: Callable[[Callable[[], Result]], Callable[[], Result]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    target: Target | str | None,
+    *,
+    donate_argnums: int | tuple[int, ...] = (),
+    xla_remat: bool = False,
+    keep_dump: bool = False,
+    options: dict[str, Any] | None = None,
+    suggest: bool = True,
+    shardings: tuple[tuple[Any, ...], Any] | None = None,
+    limit_bytes: int | None = None,
+) -> Callable[[], Compilation]:
+    """Traces and lowers `function(*args)`, and begins to compile it.
+
+    The returned function gives the `Compilation`.
+    `begin` takes XLA's work, and returns a function that gives its result, as `Ahead.begin` does (`system/ahead.py`). The other
+    arguments, and the errors of both functions, are those of `lower_and_compile`.
+    """
     target = target if isinstance(target, Target) else load_target(target)
     target = in_pool(target) if xla_remat else target
     started = time.perf_counter()
@@ -195,9 +244,7 @@ def lower_and_compile(
         if hasattr(function, "trace")
         else jax.jit(function, donate_argnums=donate_argnums, out_shardings=of_results)
     )
-    compile_with: Callable[[dict[str, Any]], tuple[XlaResult, Any]] | None = None
-    all_options: dict[str, Any] = {}
-    try:
+    with _errors_in_words(target):
         with (
             in_xla(),
             tracing_for(target),
@@ -219,9 +266,52 @@ def lower_and_compile(
             all_options[limit] = limit_bytes // 2**20
         with in_xla():
             lowered = traced.lower(lowering_platforms=(target.chip.platform,))
-        lower_s = time.perf_counter() - started
-        compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
-        result, compiled = compile_with(all_options)
+    lower_s = time.perf_counter() - started
+    compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
+    result_of = begin(functools.partial(compile_with, all_options))
+
+    def tried_otherwise() -> str:
+        return _tried_otherwise(lambda other: when_asked(lambda: compile_with(other))(), target, all_options)
+
+    def done() -> Compilation:
+        with _errors_in_words(target, tried_otherwise if suggest else None):
+            result, compiled = result_of()
+        compilation = Compilation(
+            memory=result.memory,
+            hlo_text=result.hlo_text,
+            lower_s=lower_s,
+            compile_s=result.compile_s,
+            compiled=None if target.kind == "deviceless" else compiled,
+            jaxpr=as_written,
+            dump=result.dump if keep_dump else None,
+            mesh=target.mesh_shape,
+            disabled_pass=PASS if misreads else None,
+            num_elsewhere=len(elsewhere),
+            device_spaces=target.chip.device_spaces,
+            is_too_large=result.is_too_large,
+        )
+        if offloads and (wrong := misread(compilation.module)):
+            raise CompileError(
+                f"XLA compiled {len(wrong)} of the step's copies of offloaded values to the wrong layer, such as {wrong[0]}",
+                allowed="offload: in unrolled layers, or in a scan that XLA compiles right",
+                cause=f"XLA's pass {PASS}, which jax 0.11.1 mends (openxla/xla#46231)",
+                next_step=f"{flag_line()}, or another policy",
+            )
+        return compilation
+
+    return done
+
+
+@contextlib.contextmanager
+def _errors_in_words(target: Target, tried_otherwise: Callable[[], str] | None = None) -> Iterator[None]:
+    """A context in which the errors of JAX and XLA become errors that say what to change.
+
+    Args:
+        target: what is compiled for.
+        tried_otherwise: the next step for a rejected program, or empty. None where none is tried.
+    """
+    try:
+        yield
     except JaxrematError:
         raise
     except ValueError as error:
@@ -231,31 +321,9 @@ def lower_and_compile(
     except (RuntimeError, NotImplementedError) as error:  # XLA's own errors, and JAX's about attention, are these
         raise_if_interrupted()
         refused = explained(error, target)
-        if suggest and compile_with and isinstance(refused, CompileError) and not refused.next_step:
-            refused = refused.with_next_step(_tried_otherwise(compile_with, target, all_options))
+        if tried_otherwise and isinstance(refused, CompileError) and not refused.next_step:
+            refused = refused.with_next_step(tried_otherwise())
         raise refused from error
-    done = Compilation(
-        memory=result.memory,
-        hlo_text=result.hlo_text,
-        lower_s=lower_s,
-        compile_s=result.compile_s,
-        compiled=None if target.kind == "deviceless" else compiled,
-        jaxpr=as_written,
-        dump=result.dump if keep_dump else None,
-        mesh=target.mesh_shape,
-        disabled_pass=PASS if misreads else None,
-        num_elsewhere=len(elsewhere),
-        device_spaces=target.chip.device_spaces,
-        is_too_large=result.is_too_large,
-    )
-    if offloads and (wrong := misread(done.module)):
-        raise CompileError(
-            f"XLA compiled {len(wrong)} of the step's copies of offloaded values to the wrong layer, such as {wrong[0]}",
-            allowed="offload: in unrolled layers, or in a scan that XLA compiles right",
-            cause=f"XLA's pass {PASS}, which jax 0.11.1 mends (openxla/xla#46231)",
-            next_step=f"{flag_line()}, or another policy",
-        )
-    return done
 
 
 def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
@@ -270,10 +338,8 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
     return False
 
 
-def _from_xla(
-    lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool
-) -> tuple[XlaResult, Any]:
-    """XLA's result for a program, and the `jax.stages.Compiled`, None where the store had it.
+def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool) -> Result:
+    """XLA's result for a program, from the store or compiled. It may run in any thread.
 
     Raises:
         RuntimeError: XLA rejected the program, and not as too large.
@@ -285,9 +351,11 @@ def _from_xla(
     limit_bytes = _limit_bytes(target, options)
     dumps = bool(key or keep_dump or limit_bytes)
     with tempfile.TemporaryDirectory(prefix="jaxremat-") if dumps else contextlib.nullcontext() as folder:
-        ours = kernel_options(target, _kernel_folder() / "kernels") | (OPTIONS | {"xla_dump_to": folder} if folder else {})
+        ours = kernel_options(target, _kernel_folder() / threading.current_thread().name) | (
+            OPTIONS | {"xla_dump_to": folder} if folder else {}
+        )
         try:
-            with in_xla(), _uncached(target):
+            with _uncached(target):
                 compiled = lowered.compile(compiler_options=ours | options)
         except RuntimeError as error:
             raise_if_interrupted()
@@ -338,22 +406,47 @@ def _needed(result: XlaResult, limit_bytes: int, device_spaces: Collection[int])
     return min(num_bytes + result.memory.generated_code_bytes, limit_bytes)
 
 
+@dataclass
+class _CacheTime:
+    """JAX's setting of the least seconds of a compile whose executable its cache takes.
+
+    Attributes:
+        num_compiles: how many compiles keep out of the cache now, in all threads.
+        former_s: the seconds before the first of them.
+        lock: held while one begins or ends.
+    """
+
+    num_compiles: int = 0
+    former_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, further: int) -> None:
+        """Begins or ends so many compiles."""
+        name = "jax_persistent_cache_min_compile_time_secs"
+        with self.lock:
+            if not self.num_compiles:
+                self.former_s = jax.config.values[name]
+            self.num_compiles += further
+            jax.config.update(name, math.inf if self.num_compiles else self.former_s)
+
+
+_cache_time = _CacheTime()
+
+
 @contextlib.contextmanager
 def _uncached(target: Target) -> Iterator[None]:
     """A context in which JAX's cache takes no executable for a GPU that isn't here.
 
     JAX couldn't read it back. The cache isn't turned off: JAX looks once in a process whether it is on.
     """
-    name = "jax_persistent_cache_min_compile_time_secs"
     if target.kind != "deviceless":
         yield
         return
-    former = jax.config.values[name]
-    jax.config.update(name, math.inf)
+    _cache_time.count(1)
     try:
         yield
     finally:
-        jax.config.update(name, former)
+        _cache_time.count(-1)
 
 
 def _check_sizes(jaxpr: Any, target: Target) -> None:
@@ -432,8 +525,8 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 def _kernel_folder() -> Path:
     """The folder in which XLA saves this process's kernels; deleted when the process ends.
 
-    XLA doesn't compile a kernel again that an earlier program already had. Programs of two policies at the same batch share
-    most of their kernels.
+    XLA doesn't compile a kernel again that an earlier program of the thread already had. Programs of two policies at the same batch
+    share most of their kernels.
     """
     folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
     at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))

@@ -23,7 +23,7 @@ from jaxremat.system.whose import is_users, shown_file
 from jaxremat.xla import hlo
 
 #: The function that traces a program. Its callers aren't part of the program.
-OUTSIDE = "lower_and_compile"
+OUTSIDE = "begin_compile"
 #: Compiler options that make XLA write these files. The option `xla_dump_to` names the folder.
 OPTIONS = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_as_proto": True}
 
@@ -189,7 +189,7 @@ class Frames:
     def stack(self, frame: int) -> tuple[tuple[str, str, int], ...]:
         """The stack of `frame` as (file, function, line), the innermost frame first.
 
-        JAX leaves out its own frames, and the callers of `lower_and_compile` are left out here.
+        JAX leaves out its own frames, and the callers of `begin_compile` are left out here.
         """
         found = list[tuple[str, str, int]]()
         while frame in self.stacks and len(found) < 1000:

@@ -12,7 +12,7 @@ mended reader or clock takes effect. Executables aren't stored either.
 The key is a hash of everything that the result depends on: the lowered program, the target's description, the compiler's options,
 the environment, JAX's settings, and versions. The program's source lines belong to the key, because XLA's dump has them. So a
 result is never shown with the lines of an older source, and an edit that moves lines of the program makes another key. Callers of
-`lower_and_compile` aren't part of the program (`dump.OUTSIDE`), so that all commands have the same keys.
+`begin_compile` aren't part of the program (`dump.OUTSIDE`), so that all commands have the same keys.
 
 Each result is one file, compressed with zlib. On a dump of 1.4 MB, zlib takes 0.03 s and leaves 12 %; lzma takes 0.5 s and leaves
 8 %. A file is written whole, and its time is that of its last use. Beyond the size of `SIZE`, the files unused for longest are
@@ -189,7 +189,7 @@ def _state(path: str | None) -> tuple[str, int, int] | None:
 
 
 def _without_callers(program: str) -> str:
-    """A program's text with a hash for each location, without callers of `lower_and_compile`.
+    """A program's text with a hash for each location, without callers of `begin_compile`.
 
     MLIR numbers locations in the order in which it meets them, and those of the callers are among them.
     """

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from jaxremat.chips.nvidia.nvml import gpu_order
 from jaxremat.cli.machine.facts import PROBE_LIMIT_S, Facts, last_words
 from jaxremat.errors import UsageError
+from jaxremat.system.ahead import JOBS, is_number_of_jobs
 from jaxremat.system.process import Deadline, run_until
 from jaxremat.xla.results import SIZE, is_size
 
@@ -97,6 +98,8 @@ VARIABLES: tuple[tuple[str, Callable[[str, Facts], Any], State, str], ...] = (
     ("TF_FORCE_UNIFIED_MEMORY", _on_with_gpu, "problem", "memory may spill to the host: batches seem to fit that don't"),
     (SIZE, lambda value, facts: not is_size(value),
      "problem", "not a size such as 2GiB, or 0: no step is compiled for a GPU that isn't here"),
+    (JOBS, lambda value, facts: not is_number_of_jobs(value),
+     "problem", "not a number above 0: no step is compiled for a GPU that isn't here"),
     ("LD_LIBRARY_PATH", lambda value, facts: facts.library_path,
      "note", "holds CUDA libraries; the wheels' own are found first (RPATH), so these count only where a wheel is missing"),
 )  # fmt: skip
