@@ -128,7 +128,7 @@ class _Compiled(Trials):
     anew: dict[Any, Any] = field(default_factory=dict)
 
     def compile_anew(self, policy: Any, batch: int, **options: Any) -> Any:
-        key = policy, batch, self.keep_dump
+        key = policy, batch, self.with_dump
         if key not in self.anew:
             self.anew[key] = super().compile_anew(policy, batch, **options)
         return self.anew[key]

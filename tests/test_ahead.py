@@ -1,4 +1,4 @@
-"""Compiles that are begun before they are asked for: the same steps and errors as without."""
+"""Compiles that are begun before they are requested: the same steps and errors as without."""
 
 import os
 import threading
@@ -65,7 +65,7 @@ def of_batches(batch: int = 2) -> Workload:
 
 
 @pytest.mark.full
-def test_steps_that_were_begun_are_those_that_are_asked_for(two_threads):
+def test_steps_that_were_begun_are_those_that_are_requested(two_threads):
     """The other session has them from the store, so a program is the same whether it was begun or not."""
     first, second = (Session(of_batches, target="h100-80gb") for _ in range(2))
     for batch in (2, 3, 2):
@@ -78,7 +78,7 @@ def test_steps_that_were_begun_are_those_that_are_asked_for(two_threads):
     assert len(two_threads) == 2, "they are compiled"
 
 
-def test_an_error_is_raised_where_the_step_is_asked_for(two_threads):
+def test_an_error_is_raised_where_the_step_is_requested(two_threads):
     trials = Session(of_batches, target="h100-80gb").trials
     trials.begin(NONE, 4)
     assert not two_threads

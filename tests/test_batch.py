@@ -57,7 +57,7 @@ def estimated(total_bytes, budget, **options) -> tuple[BatchSearch, list[int]]:
         assert found.next == batches[batches.index(found.largest) + 1 if found.largest else 0]
         assert found.next_bytes == tried[found.next] > budget
     assert found == largest_batch(total_bytes, budget, **options)
-    return found, said
+    return found, [one for one in said if one is not None]
 
 
 def truth(total_bytes, budget: int, cap: int) -> int:

@@ -127,7 +127,7 @@ def test_who_has_the_peak_of_a_step_on_a_mesh(scan_layers):
     layers = 3
     model = replace(MODEL, num_layers=layers, vocab_size=8192, scan_layers=scan_layers)
     run = make_run(load_target("h100-80gb", MeshShape(fsdp=8)), model)
-    trials, policy = replace(run, keep_dump=True), parse("save:mlpwi_0")
+    trials, policy = replace(run, with_dump=True), parse("save:mlpwi_0")
     row, memory_map = explain(trials, policy, 2, 5), trials.compile(policy, 2).memory_map
     parts = attribution(memory_map)
     assert sum(parts.values()) == row.total_bytes == trials.compile(policy, 2).memory.total_bytes

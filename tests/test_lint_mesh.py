@@ -173,7 +173,7 @@ def test_words_that_embed_attend_scores(h100s):
 
 
 def rules_of(run: Trials, policy: str) -> dict[str, Finding]:
-    done = replace(run, keep_dump=True).compile(parse(policy), 2)
+    done = replace(run, with_dump=True).compile(parse(policy), 2)
     arguments = run.arguments_on_mesh(2)
     return {found.rule: found for found in findings(done, policy, parse(policy), run.remedies, arguments=arguments)}
 

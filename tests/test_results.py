@@ -270,7 +270,7 @@ class TestCompiles:
         policy = parse("dots")
 
         def records() -> list[Any]:
-            trials = Trials(decoder_factory(GPT, "xla"), TRAIN, h100, 2**40, keep_dump=True)
+            trials = Trials(decoder_factory(GPT, "xla"), TRAIN, h100, 2**40, with_dump=True)
             found = [
                 explain(trials, policy, 2, 100, lint=True),
                 trials.compile(policy, 2),

@@ -116,7 +116,7 @@ def _step(asked: Row) -> Row:
 
 def _memory(asked: Row) -> Row:
     """The same, and the bytes of each of the seven sources at the peak."""
-    trials, batch, text = _trials(asked, keep_dump=True), asked["batch"], asked["policy"]
+    trials, batch, text = _trials(asked, with_dump=True), asked["batch"], asked["policy"]
     policy = _policy(asked, trials)
     return {**_found(trials.record(policy, batch, requested=text)), **(explain(trials, policy, batch, 0).sources or {})}
 

@@ -239,7 +239,7 @@ class _Compiles:
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
     def trials_of(self, policy: Policy, loss: str) -> Trials:
-        return replace(self.trials.with_loss(loss), keep_dump=policy == NOTHING and not self.is_other)
+        return replace(self.trials.with_loss(loss), with_dump=policy == NOTHING and not self.is_other)
 
     def begin(self, policy: Policy, loss: str, batch: int) -> None:
         self.trials_of(policy, loss).begin(policy, batch)

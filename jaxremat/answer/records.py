@@ -96,7 +96,7 @@ def answer_frontier(trials: Trials, batch: int, emit: Emit, on_compile: Callable
     shown, totals = set[Policy](), list[int]()
     compiles = Compiles()
     compiles.expect(len(FRONTIER_POLICIES))
-    named = {text: (policy := parse(text), replace(trials, keep_dump=policy == NOTHING)) for text in FRONTIER_POLICIES}
+    named = {text: (policy := parse(text), replace(trials, with_dump=policy == NOTHING)) for text in FRONTIER_POLICIES}
     for policy, of_policy in named.values():
         of_policy.begin(policy, batch)
     for text, (policy, of_policy) in named.items():

@@ -122,12 +122,12 @@ def show_memory(request: Request[ExplainFlags]) -> int:
 
         with says_at_the_end(show_known):
             progress.show("tracing the steps")
-            begin_steps(session, keep_dump=True)
+            begin_steps(session, with_dump=True)
             for requested in session.request.policies:
                 if error := session.missing_layers(requested):
                     printer.failed(failure_of(session, requested, error))
                     continue
-                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
+                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
                 for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
                     progress.show(f"{policy}, batch {batch}")
                     row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
@@ -205,7 +205,7 @@ def export(trials: "Trials", policy: Policy, batch: int, folder: Path) -> None:
 
     with contextlib.suppress(CompileError):
         dump = trials.compile(policy, batch).dump
-        assert dump is not None  # the trials have keep_dump
+        assert dump is not None  # the trials have with_dump
         name = with_preset(str(policy), trials.xla_preset).replace(" ", "_")
         path = write_xprof(folder, f"{name}_batch_{batch}", dump)
         note(f"wrote {path}; open it with: xprof --logdir {folder}")

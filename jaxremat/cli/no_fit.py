@@ -42,7 +42,7 @@ def show_no_fit(
     explained = None
     if isinstance(row, TrialRecord):
         progress.show("nothing fits: what takes the bytes")
-        explained = explain(replace(trials, keep_dump=True), policy, row.batch, NUM_LARGEST, requested=row.requested_policy)
+        explained = explain(replace(trials, with_dump=True), policy, row.batch, NUM_LARGEST, requested=row.requested_policy)
     suggestions, least = cheapest_suggestions(
         replace(trials, global_batch=session.trials.global_batch),
         policy,

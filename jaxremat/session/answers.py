@@ -192,14 +192,14 @@ def answers(
                 yield estimate if number == ESTIMATED_AFTER else None
 
 
-def begin_steps(session: "Session", *, keep_dump: bool = False) -> None:
+def begin_steps(session: "Session", *, with_dump: bool = False) -> None:
     """Begins the steps of all policies at the batches of the request.
 
-    Several are compiled at a time then. With `keep_dump` they are begun for a map of the memory, as `Trials.keep_dump`.
+    Several are compiled at a time then. With `with_dump` they are begun for a map of the memory, as `Trials.with_dump`.
     """
     for requested in session.request.policies:
         if not isinstance(requested.policy, Auto | Frontier) and not session.missing_layers(requested):
-            trials = replace(trials_of(session, requested, lambda note: None), keep_dump=keep_dump)
+            trials = replace(trials_of(session, requested, lambda note: None), with_dump=with_dump)
             for batch in batches_of(session, requested):
                 trials.begin(policy_of(requested), batch)
 

@@ -55,7 +55,7 @@ def page_input(row: "ExplainRecord", trials: "Trials", policy: "Policy", command
 
     Args:
         row: the record of the step, which was compiled.
-        trials: the trials that the step is one of, with `keep_dump`.
+        trials: the trials that the step is one of, with `with_dump`.
         policy: the policy of the step.
         command: the words of the command that makes the page again. Empty where there is none.
     """

@@ -351,9 +351,9 @@ class Session:
                 "explain and page take policies, got 'auto'", next_step="session.plan(batch).plan.policy is one"
             )
         with Progress(shared_screen().progress) as progress:
-            begin_steps(session, keep_dump=True)
+            begin_steps(session, with_dump=True)
             for requested in session.request.policies:
-                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), keep_dump=True)
+                policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
                 progress.show(f"{policy}, batch {batch}")
                 row = explain(trials, policy, batch, num_largest, requested=requested.text, lint=lint)
                 yield row, trials, policy

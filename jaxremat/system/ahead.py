@@ -1,12 +1,12 @@
-"""Work that other threads do ahead, before its result is asked for.
+"""Work that other threads do ahead, before its result is requested.
 
 XLA compiles a step in one thread, and holds no lock of Python's meanwhile. So several cores compile several steps at a time::
 
     wait = begin(compile_step)  # a thread compiles
-    trace_the_next_step()       # this thread goes on
+    trace_the_next_step()       # this thread continues
     wait()                      # the step, or the error that compiling it raised
 
-A result that may not be asked for is a guess. A guess is begun only while a core is idle.
+A result that may not be requested is a guess. A guess is begun only while a core is idle.
 """
 
 import functools
@@ -69,12 +69,12 @@ class Ahead:
 
     @property
     def works(self) -> bool:
-        """Whether work is begun before it is asked for. With one core it isn't."""
+        """Whether work is begun before it is requested. With one core it isn't."""
         return self._num_threads > 1
 
     @property
     def has_idle_core(self) -> bool:
-        """Whether a guess may be begun. What is going to be asked for should be begun before."""
+        """Whether a guess may be begun. What is going to be requested should be begun before."""
         return self.works and self.num_left < self._num_threads
 
     def _is_done(self, future: object) -> None:

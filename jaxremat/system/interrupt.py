@@ -304,7 +304,7 @@ def at_end(cleanup: Callable[[], None]) -> None:
 def leave(code: int) -> None:
     """Ends the process with an exit code.
 
-    It ends at once where threads may still be compiling: after an interrupt, or ahead of what wasn't asked for.
+    It ends at once where threads may still be compiling: after an interrupt, or ahead of what wasn't requested.
     """
     if threading.current_thread() is threading.main_thread():
         ignore()

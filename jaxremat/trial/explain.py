@@ -33,7 +33,7 @@ def explain(
     On an attached GPU a step that fits is run too, for the allocator's figures.
 
     Args:
-        trials: the trials that the step is one of, with `keep_dump`.
+        trials: the trials that the step is one of, with `with_dump`.
         policy: the policy.
         batch: sequences of a microbatch.
         num_largest: how many buffers to list, the largest first. Those of equal layers count as one.
@@ -81,7 +81,7 @@ def linted(about: About) -> tuple[Finding, ...]:
     """
     trials, policy, batch = about.trials, about.policy, about.batch
     compilation, chunked_bytes = trials.compile(policy, batch), None
-    chunked = dataclasses.replace(trials.with_loss("chunked"), keep_dump=False)
+    chunked = dataclasses.replace(trials.with_loss("chunked"), with_dump=False)
     if trials.train.loss == "full" and chunked.train != trials.train and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
             chunked_bytes = chunked.compile(policy, batch).memory.total_bytes

@@ -34,7 +34,7 @@ from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.given import OWN_LOSS
 from jaxremat.workload.workload import MAX_CONCRETE_BYTES, Workload
 from jaxremat.xla.buffers import Category
-from jaxremat.xla.compile import LEAST_LIMIT, Compilation, Result, begin_compile, when_asked
+from jaxremat.xla.compile import LEAST_LIMIT, Compilation, Result, begin_compile, when_requested
 from jaxremat.xla.lint_input import Remedies
 from jaxremat.xla.options import preset_options
 
@@ -47,7 +47,7 @@ class Steps:
         policy: the policy.
         done: the compiled step, or why XLA rejected it.
         early: the bytes that XLA says early, where it does (`Trials.early_bytes`).
-        begun: of steps that are compiled ahead, functions that wait for the compiled step. By batch and `Trials.keep_dump`.
+        begun: of steps that are compiled ahead, functions that wait for the compiled step. By batch and `Trials.with_dump`.
     """
 
     policy: Policy
@@ -87,7 +87,7 @@ class Trials:
         xla_preset: the preset of XLA's options, of `xla/options.py`.
         options: further options of XLA's compiler.
         compared_meshes: the meshes of `--mesh auto`, of which that of the target is the best.
-        keep_dump: whether XLA's dump of the program is read, for a map of the memory.
+        with_dump: whether XLA's dump of the program is read, for a map of the memory.
         before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
         on_compile: called before each compile with the policy and the batch.
@@ -111,7 +111,7 @@ class Trials:
     xla_preset: str = "default"
     options: Mapping[str, Any] = field(default_factory=dict)
     compared_meshes: tuple[str, ...] = ()
-    keep_dump: bool = False
+    with_dump: bool = False
     before: Reading | None = None
     steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)
     on_compile: Callable[[Policy, int], None] = lambda policy, batch: None
@@ -301,9 +301,9 @@ class Trials:
         steps = self.of(policy)
         done = steps.done.get(batch)
         has_no_dump = isinstance(done, Compilation) and done.dump is None and not done.is_too_large
-        if done is None or (self.keep_dump and has_no_dump):
+        if done is None or (self.with_dump and has_no_dump):
             self.on_compile(policy, batch)
-            begun = steps.begun.pop((batch, self.keep_dump), None)
+            begun = steps.begun.pop((batch, self.with_dump), None)
             try:
                 done = begun() if begun else self.compile_anew(policy, batch)
             except CompileError as error:
@@ -315,7 +315,7 @@ class Trials:
 
     @property
     def begins(self) -> bool:
-        """Whether steps are begun before they are asked for.
+        """Whether steps are begun before they are requested.
 
         They aren't with one core, on a device that is here, which may measure a step meanwhile, and for a TPU, whose compiler
         has threads of its own.
@@ -325,9 +325,9 @@ class Trials:
     def begin(self, policy: Policy, batch: int) -> None:
         """Begins to compile a step in another thread, if it `begins` steps. `compile` waits for it.
 
-        An error is raised where the step is asked for.
+        An error is raised where the step is requested.
         """
-        steps, one = self.of(policy), (batch, self.keep_dump)
+        steps, one = self.of(policy), (batch, self.with_dump)
         if self.begins and batch not in steps.done and one not in steps.begun:
             with contextlib.suppress(Exception):
                 steps.begun[one] = self._begin(ahead().begin, policy, batch)
@@ -353,7 +353,7 @@ class Trials:
         Raises:
             CompileError: XLA rejected it.
         """
-        return self._begin(when_asked, policy, batch, suggest=suggest, workload=workload, limit_bytes=limit_bytes)()
+        return self._begin(when_requested, policy, batch, suggest=suggest, workload=workload, limit_bytes=limit_bytes)()
 
     def _begin(
         self,
@@ -373,7 +373,7 @@ class Trials:
             self.target,
             donate_argnums=donated(workload),
             xla_remat=self.xla_remat,
-            keep_dump=self.keep_dump,
+            with_dump=self.with_dump,
             options=preset_options(self.xla_preset) | dict(self.options),
             suggest=suggest,
             shardings=step_shardings(self.target.mesh, workload, train) if self.target.mesh else None,

@@ -70,7 +70,7 @@ class Compilation:
         compile_s: seconds for compiling. If the result comes from the store, they are those of the compile that made it.
         compiled: the `jax.stages.Compiled` of a device that is here. None for a GPU that isn't, on which nothing can run.
         jaxpr: the traced program.
-        dump: the files that XLA wrote about the program's buffers; None if compiled without `keep_dump`.
+        dump: the files that XLA wrote about the program's buffers; None where they weren't read.
         mesh: the devices that the program runs on. The memory is that of one of them.
         disabled_pass: the pass of XLA that was disabled because the program offloads in a scan (`policy/offload.py`);
             None if it didn't.
@@ -187,13 +187,13 @@ def lower_and_compile(
         MissingDependencyError: a library of the chip's maker couldn't be loaded.
     """
     return begin_compile(
-        when_asked,
+        when_requested,
         function,
         args,
         target,
         donate_argnums=donate_argnums,
         xla_remat=xla_remat,
-        keep_dump=keep_dump,
+        with_dump=keep_dump,
         options=options,
         suggest=suggest,
         shardings=shardings,
@@ -201,8 +201,8 @@ def lower_and_compile(
     )()
 
 
-def when_asked(work: Callable[[], T]) -> Callable[[], T]:
-    """A function that does the work where its result is asked for, in the main thread."""
+def when_requested(work: Callable[[], T]) -> Callable[[], T]:
+    """A function that does the work where its result is requested, in the main thread."""
 
     def done() -> T:
         with in_xla():
@@ -219,7 +219,7 @@ def begin_compile(
     *,
     donate_argnums: int | tuple[int, ...] = (),
     xla_remat: bool = False,
-    keep_dump: bool = False,
+    with_dump: bool = False,
     options: dict[str, Any] | None = None,
     suggest: bool = True,
     shardings: tuple[tuple[Any, ...], Any] | None = None,
@@ -267,11 +267,11 @@ def begin_compile(
         with in_xla():
             lowered = traced.lower(lowering_platforms=(target.chip.platform,))
     lower_s = time.perf_counter() - started
-    compile_with = functools.partial(_from_xla, lowered, target, stores=stores, keep_dump=keep_dump)
+    compile_with = functools.partial(_from_xla, lowered, target, stores=stores, with_dump=with_dump)
     result_of = begin(functools.partial(compile_with, all_options))
 
     def tried_otherwise() -> str:
-        return _tried_otherwise(lambda other: when_asked(lambda: compile_with(other))(), target, all_options)
+        return _tried_otherwise(lambda other: when_requested(lambda: compile_with(other))(), target, all_options)
 
     def done() -> Compilation:
         with _errors_in_words(target, tried_otherwise if suggest else None):
@@ -283,7 +283,7 @@ def begin_compile(
             compile_s=result.compile_s,
             compiled=None if target.kind == "deviceless" else compiled,
             jaxpr=as_written,
-            dump=result.dump if keep_dump else None,
+            dump=result.dump if with_dump else None,
             mesh=target.mesh_shape,
             disabled_pass=PASS if misreads else None,
             num_elsewhere=len(elsewhere),
@@ -338,7 +338,7 @@ def _has_own_options(jitted: Any, structs: tuple[Any, ...]) -> bool:
     return False
 
 
-def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, keep_dump: bool) -> Result:
+def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: bool, with_dump: bool) -> Result:
     """XLA's result for a program, from the store or compiled. It may run in any thread.
 
     Raises:
@@ -349,7 +349,7 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
         return stored, None
     started, written = time.perf_counter(), None
     limit_bytes = _limit_bytes(target, options)
-    dumps = bool(key or keep_dump or limit_bytes)
+    dumps = bool(key or with_dump or limit_bytes)
     with tempfile.TemporaryDirectory(prefix="jaxremat-") if dumps else contextlib.nullcontext() as folder:
         ours = kernel_options(target, _kernel_folder() / threading.current_thread().name) | (
             OPTIONS | {"xla_dump_to": folder} if folder else {}
@@ -411,7 +411,7 @@ class _CacheTime:
     """JAX's setting of the least seconds of a compile whose executable its cache takes.
 
     Attributes:
-        num_compiles: how many compiles keep out of the cache now, in all threads.
+        num_compiles: how many compiles leave the cache out now, in all threads.
         former_s: the seconds before the first of them.
         lock: held while one begins or ends.
     """
@@ -525,8 +525,8 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 def _kernel_folder() -> Path:
     """The folder in which XLA saves this process's kernels; deleted when the process ends.
 
-    XLA doesn't compile a kernel again that an earlier program of the thread already had. Programs of two policies at the same batch
-    share most of their kernels.
+    XLA doesn't compile a kernel again that an earlier program of the thread already had. Programs of two policies at the same
+    batch share most of their kernels.
     """
     folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
     at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
