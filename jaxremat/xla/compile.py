@@ -350,8 +350,8 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
     started, written = time.perf_counter(), None
     limit_bytes = _limit_bytes(target, options)
     dumps = bool(key or with_dump or limit_bytes)
-    with tempfile.TemporaryDirectory(prefix="jaxremat-") if dumps else contextlib.nullcontext() as folder:
-        ours = kernel_options(target, _kernel_folder() / threading.current_thread().name) | (
+    with tempfile.TemporaryDirectory(dir=_own_folder()) if dumps else contextlib.nullcontext() as folder:
+        ours = kernel_options(target, _own_folder() / threading.current_thread().name) | (
             OPTIONS | {"xla_dump_to": folder} if folder else {}
         )
         try:
@@ -522,13 +522,13 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 @functools.cache
-def _kernel_folder() -> Path:
-    """The folder in which XLA saves this process's kernels; deleted when the process ends.
+def _own_folder() -> Path:
+    """The folder of what XLA writes for this process: dumps and kernels. Deleted when it ends.
 
     XLA doesn't compile a kernel again that an earlier program of the thread already had. Programs of two policies at the same
     batch share most of their kernels.
     """
-    folder = tempfile.mkdtemp(prefix="jaxremat-kernels-")
+    folder = tempfile.mkdtemp(prefix="jaxremat-")
     at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)
 
