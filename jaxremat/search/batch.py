@@ -209,8 +209,9 @@ def search_from_above(
     guess = min(_predict(known, _FROM_ABOVE * budget_bytes // 100, fixed_bytes), GROWTH * first)
     tried: dict[int, int] = {}
     fits, fails = -1, len(batches)
-    yield _estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails)
+    estimate = _estimated(batches, _predict(known, budget_bytes, fixed_bytes), fits, fails)
     while fails - fits > 1:
+        yield estimate
         follows_line = len(tried) < _SECANT_STEPS
         at = min(max(_place(batches, guess), fits + 1), fails - 1) if follows_line else (fits + fails) // 2
         tried[batches[at]] = total_bytes(batches[at])
@@ -218,7 +219,7 @@ def search_from_above(
             fits = at
         else:
             fails = at
-        yield _estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails)
+        estimate = _estimated(batches, _predict(tried, budget_bytes, fixed_bytes), fits, fails)
         aim_bytes = budget_bytes if len(tried) > 1 else _SECOND * budget_bytes // 100
         at = _place(batches, _predict(tried, aim_bytes, fixed_bytes)) + 1  # the first that doesn't fit, by the line
         guess = batches[min(at, fails - 1)]
