@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxremat.answer import mesh_race, planned
@@ -230,6 +230,7 @@ def test_a_bound_is_finite():
     max_batch=st.sampled_from([None, 64]),
     accepted=st.sampled_from([5, 2**31]),
 )
+@example(budgets=[2000, 100_000], policy="dots", batch=None, max_batch=64, accepted=2**31)  # the line ends above the limit
 def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch, max_batch, accepted, monkeypatch, h100):
     """For plans the number is known when the last mesh begins, and for a policy at a given batch from the first compile on."""
 

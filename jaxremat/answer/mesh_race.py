@@ -247,14 +247,16 @@ def _largest(
         high = at_most(batches[1:], min(guess, GROWTH * low))
         second = _first_accepted(lambda batch: _microbatch(trials, policy, batch), batches[1:], high)
         points = CurvePoint(low, first), second
-        reach = min(int(_reach(*points, budget_bytes)) + 1, batches[-1])
-        yield speed(reach, Curve(points).at(reach))
-        compiles.estimated(at_most(batches, reach - 1))
+        reach = int(_reach(*points, budget_bytes))
+        after = min(reach + 1, batches[-1])
+        yield speed(after, Curve(points).at(after))
+        estimate = at_most(batches, reach)
+        compiles.estimated(estimate)
         found = largest_batch(
             lambda batch: trials.compile(policy, batch).memory.total_bytes,
             budget_bytes,
             fixed_bytes=fixed_bytes,
-            start=max(low, min(reach - 1, GROWTH * second.batch)),
+            start=min(estimate, GROWTH * second.batch),
             batches=batches,
             expect=compiles.expect,
         )
