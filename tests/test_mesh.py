@@ -205,6 +205,9 @@ def test_each_device_holds_and_computes_its_share(h100, mesh, policy, scan_layer
     divided = sum(leaf.size * 4 for leaf in leaves if leaf.size * 4 >= 2**16)
     assert run.state_bytes() == whole + divided // 8
     assert run.state_bytes() < alone.state_bytes() / 6
+    num_moments, num_numbers = 2, sum(leaf.ndim == 0 for leaf in leaves)  # adamw, and its counts
+    assert (1 + num_moments) * run.gradient_bytes() == run.state_bytes() - 4 * num_numbers
+    assert alone.gradient_bytes() == 0
     of_state = done.memory.argument_bytes - batch.size * 4 // mesh.num_members
     assert of_state == pytest.approx(run.state_bytes(), abs=256 * len(leaves))
 

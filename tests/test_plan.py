@@ -132,7 +132,7 @@ def test_a_search_takes_no_more_compiles_than_it_said(budget, bend, size, num_es
                 return done[key]
 
             layers = partial(estimates_at, num_estimates)
-            return Steps(layers, compiled, LAYERS, budget, has_own_base=True, expect=compiles.expect)
+            return Steps(layers, compiled, LAYERS, budget, stack_bytes=50, expect=compiles.expect)
 
         return steps
 
@@ -164,7 +164,7 @@ def test_steps_that_are_begun_ahead_change_no_plan(budget, num_estimates, batch,
             return Xla()(*key)
 
         steps = Steps(layers, compiled, LAYERS, budget, begin=lambda *key: begun.add(key), may_guess=lambda: next(idle))
-        found = find_plans([steps, replace(steps, has_own_base=True)], losses=losses, batch=batch, batches=range(1, 65))
+        found = find_plans([steps, replace(steps, stack_bytes=50)], losses=losses, batch=batch, batches=range(1, 65))
         return [[(t.policy, t.loss, t.batch) for t in one.plan.tried] for one in found if one.plan]
 
     assert tried(itertools.cycle(is_idle)) == tried(itertools.repeat(False))

@@ -34,12 +34,13 @@ def unrolled_at(batch: int):
     return replace(layer, problem=replace(layer.problem, save_s_per_byte=0.0), in_scan=False)
 
 
-def both(budget: int, unrolled: Unrolled, **options) -> tuple[Plan, Plan | None]:
+def both(budget: int, unrolled: Unrolled, stack_bytes: int = 0, **options) -> tuple[Plan, Plan | None]:
     """The plan in a loop, and the one for unrolled layers."""
     options = {"losses": ("full", "chunked"), "batch": None, "fixed_bytes": 1000, "batches": range(1, 65), **options}
     find_plan(Steps(layer_at, alone := Xla(), LAYERS, budget), named=False, **options)
     loop = Steps(layer_at, in_loop := Xla(), LAYERS, budget)
-    looped, found = (one.plan for one in find_plans([loop, Steps(unrolled_at, unrolled, LAYERS, budget)], **options))
+    layers = [loop, Steps(unrolled_at, unrolled, LAYERS, budget, stack_bytes=stack_bytes)]
+    looped, found = (one.plan for one in find_plans(layers, **options))
     assert isinstance(looped, Plan)
     named = {Rule("none"), Rule("dots"), Rule("dots", attention=True), Rule("nothing", attention=True)}
     further = [call for call in in_loop.calls if call[0] not in named]
@@ -74,6 +75,18 @@ def test_what_was_compiled_corrects_the_next_candidate():
     assert found.cost.total_bytes <= budget
     assert len(xla.calls) == 2
     assert found.tried[0].cost.total_bytes > budget
+
+
+@pytest.mark.parametrize(("stack_bytes", "num_compiles"), [(0, 2), (600, 2), (1500, 1), (2000, 2)])
+def test_unrolled_layers_do_without_the_stack_of_a_scan(stack_bytes, num_compiles):
+    """Where the bytes of the stack are right, the first candidate is the answer. If not, it corrects the second one."""
+    budget, xla = 9_000, Unrolled(more=-1500)
+    _, found = both(budget, xla, stack_bytes, batch=8)
+    assert isinstance(found, Plan)
+    assert found.cost.total_bytes == found.predicted_bytes <= budget
+    assert len(xla.calls) == num_compiles
+    assert NOTHING not in {policy for policy, _, _ in xla.calls}
+    assert found.cost == both(budget, Unrolled(more=-1500), 1500, batch=8)[1].cost
 
 
 def test_no_unrolled_plan_where_none_fits():

@@ -286,7 +286,7 @@ class _Compiles:
             budget_bytes=self.budget_bytes,
             has_groups=layers.has_groups,
             allows=layers.layer.allows,
-            has_own_base=self.is_other and self.trials.target.mesh is not None,
+            stack_bytes=self.trials.gradient_bytes() if self.is_other else 0,
             most_that_fit=MOST_WHOLE if self.trials.speaks_early else None,
         )
 

@@ -86,11 +86,13 @@ class Corrections:
         """Bytes expected beyond full remat, what is saved, and the change of the working set.
 
         If no step with groups of this size was compiled, the number for single layers is taken. In a scan, XLA copies the inputs
-        of each further layer of the group out of their stacks.
+        of each further layer of the group out of their stacks. Unrolled layers have no stacks: without a number for single
+        layers, the largest one of the other sizes is taken.
         """
-        copied_bytes = (group_size - 1) * layer.input_bytes if layer.in_scan else 0
         known = self.beyond_bytes if family.beyond_bytes is None else {1: family.beyond_bytes}
-        return known.get(group_size, known.get(1, 0) + copied_bytes)
+        if layer.in_scan:
+            return known.get(group_size, known.get(1, 0) + (group_size - 1) * layer.input_bytes)
+        return known.get(group_size, known.get(1, max(known.values(), default=0)))
 
     def learn(self, candidate: Candidate, total_bytes: int) -> "Corrections":
         """The corrections after `candidate` was compiled and its step took `total_bytes`."""

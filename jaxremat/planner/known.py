@@ -175,10 +175,13 @@ class Known:
 
     def base(self, place: Place) -> Cost:
         """The full-remat step: compiled, or as its curve has it."""
+        if self.scanned is None:
+            return self.curves[place.loss].at(place.batch)
+        # What is known of single values is that they lie in memory at the peak of a scan.
         if own := self.tried.get((NOTHING, place)):
-            # What is known of single values is that they lie in memory at the peak of a scan.
-            return replace(own.cost, moments=None) if self.scanned else own.cost
-        return self.scanned.base(place) if self.scanned else self.curves[place.loss].at(place.batch)
+            return replace(own.cost, moments=None)
+        scan, stack_bytes = self.scanned.base(place), self.steps.stack_bytes
+        return replace(scan, total_bytes=scan.total_bytes - stack_bytes, moments=None) if stack_bytes else scan
 
     # A layer.
 

@@ -59,10 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """Nothing fits.
-
-    `least` is the compiled step of the fewest bytes, at the smallest batch that was compiled.
-    """
+    """Nothing fits. `least` is the step of the fewest bytes, at the smallest compiled batch."""
 
     least: Tried
     tried: tuple[Tried, ...]

@@ -25,8 +25,7 @@ GiB. `none` would take 180 GiB and isn't tried. The answer is `save:a`.
 
 Unrolled layers take from a scan of the same layers what both have in common: the full-remat step at each batch, and the
 right estimate. A scan compiles several times faster, and so it is searched first. On a mesh a scan stores the stack of the
-layers' gradients from the beginning of the backward pass, and unrolled layers don't. There (`Steps.has_own_base`) the unrolled
-full-remat step is compiled too.
+layers' gradients from the beginning of the backward pass, and unrolled layers don't (`Steps.stack_bytes`).
 """
 
 import bisect
@@ -236,8 +235,6 @@ class Search:
         compiled, in a scan too. Of these few, two are full-remat steps.
         """
         known, steps = self.known, self.known.steps
-        if steps.has_own_base and known.scanned and (NOTHING, place) not in known.tried:
-            return Proposal(NOTHING, place)
         curve = known.curves[place.loss]
         num_on_line = sum(point.batch > 0 and steps.fits(point.cost) for point in curve.points)
         is_foreseen = num_on_line > 1 if known.most_that_fit else curve.is_foreseen(place.batch)
@@ -356,7 +353,7 @@ class Search:
         """How many compiles are to come at most."""
         known = self.known
         if known.scanned:
-            return self._bases_left + known.steps.has_own_base + _MAX_CANDIDATES - len(known.candidates) + 1
+            return self._bases_left + _MAX_CANDIDATES - len(known.candidates) + 1
         bases, start = self._bases_left, known.start or known.reference
         if len(known.batches) == 1:
             bases = len(known.losses) - len(known.curves)

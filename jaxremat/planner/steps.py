@@ -72,7 +72,7 @@ class Steps:
         budget_bytes: total bytes that a step may take.
         has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
         allows: whether a plan may choose a policy.
-        has_own_base: of unrolled layers, whether their full-remat step is compiled too, and not only the scanned one.
+        stack_bytes: of unrolled layers, the bytes by which their full-remat step is expected to be below that of a scan.
         most_that_fit: how many steps that fit are compiled at most, unless they are small, where such a compile takes minutes
             and XLA rejects other steps in seconds. None for no limit.
         known: the policies, losses and batches of steps that were compiled before, for other rows of the same command.
@@ -87,7 +87,7 @@ class Steps:
     budget_bytes: int
     has_groups: bool | None = None
     allows: Callable[[Policy], bool] = lambda policy: True
-    has_own_base: bool = False
+    stack_bytes: int = 0
     most_that_fit: int | None = None
     known: tuple[tuple[Policy, str, int], ...] = ()
     expect: Callable[[int], None] = lambda further: None

@@ -23,6 +23,7 @@ from jaxremat.config import Layout, TrainConfig, divisors
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.mesh.sharding import LeafOnMesh, tracing_on
 from jaxremat.policy.spec import Policy
+from jaxremat.policy.tree import path_text
 from jaxremat.search.batch import MAX_BATCH
 from jaxremat.step.inputs import first_state, inputs
 from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_step, state_and_argument_bytes, step_shardings
@@ -246,6 +247,11 @@ class Trials:
         if self.target.mesh is None:
             return state_and_argument_bytes(self.workload_at(), self.train)
         return sum(leaf.device_bytes for leaf in self.arguments_on_mesh() if not leaf.is_batch)
+
+    def gradient_bytes(self) -> int:
+        """Bytes of the trained parameters' gradients on a device of the mesh. 0 without a mesh."""
+        trained = {path_text(path) for path, _ in jax.tree.leaves_with_path(self.workload_at().trained_params)}
+        return sum(one.device_bytes for one in self.arguments_on_mesh() if one.name.removeprefix("params/") in trained)
 
     def arguments_on_mesh(self, batch: int | None = None) -> tuple[LeafOnMesh, ...]:
         """How the arguments of the step at `batch` lie on the mesh. Empty for one device.
