@@ -131,11 +131,10 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
     if other.layout == "loop":
         because = "in a loop XLA copies what is saved into stacks and out of them again"
         return [
-            f"A loop has {difference}: {because}. It compiles {chosen.compile_s / other.compile_s:.1f} times as fast.",
+            f"A loop has {difference}: {because}.",
             "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them.",
         ]
-    longer = f"{other.compile_s / chosen.compile_s:.1f} times as long"
-    return [f"Unrolled layers have {difference}, and take {longer} to compile."]
+    return [f"Unrolled layers have {difference}."]
 
 
 def price_table(plan: PlanRecord) -> Table:

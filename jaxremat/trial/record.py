@@ -133,7 +133,7 @@ class TrialRecord(StepRecord):
         outside_bytes: what the process had on the card outside the allocator's pool.
         outside_source: whether that is the driver's count of the process, or the rise of the whole card's use.
         lower_s: seconds that tracing and lowering took.
-        compile_s: seconds that compiling took.
+        compile_s: seconds that compiling took. Other steps may have been compiled meanwhile (`JAXREMAT_JOBS`).
         step_s: median of the measured steps, or else the predicted seconds.
         step_source: which of the two.
         step_min_s: the fastest of the measured steps.
