@@ -64,7 +64,6 @@ VARIES = {
     r" yes( +[\d.,]+ +[\d.,]+) +-$": "a step that was measured on a CPU",
     r"^budget( +[\d.]+) GiB = this machine's available": "free memory",
     r"^ (?:unrolled|in a \w+) .*?( +[\d.]+)$": "seconds that XLA compiled",
-    r"compiles\s+([\d.]+)\s+times": "the same, compared",
 }
 _FENCE = r"^```(?P<language>\S[^\n]*)\n(?P<body>.*?)^```$"
 _ELISION = r"\[\.\.\.(?:[^\]]*\.\.\.)?\]"
