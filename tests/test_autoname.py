@@ -317,6 +317,29 @@ def test_forward_mode_and_second_derivatives(kind):
     assert_same_bits(second(autoname(FUNCTIONS[kind])), second(FUNCTIONS[kind]))
 
 
+def test_what_is_known_of_operations_changes_no_program(monkeypatch):
+    """Each program is traced where nothing is known, and where all programs were traced before."""
+
+    def traced() -> list[str]:
+        return [str(jax.make_jaxpr(autoname(function))(W, X)) for function in FUNCTIONS.values()]
+
+    class Forgetful(dict):
+        def __setitem__(self, key: Any, value: bool) -> None:
+            self.clear()
+            super().__setitem__(key, value)
+
+    traced()
+    known = traced()
+    monkeypatch.setattr("jaxremat.policy.autoname._READS_OWN_RESULT", Forgetful())
+    assert traced() == known
+    rules = []
+    monkeypatch.setattr("jaxremat.policy.autoname._derivative_reads_result", lambda *_: rules.append(1))
+    monkeypatch.setattr("jaxremat.policy.autoname._READS_OWN_RESULT", {})
+    for x in (X, 2 * X, X[:2], X[:2].astype(jnp.bfloat16)):
+        jax.make_jaxpr(autoname(lambda x: jnp.tanh(jnp.sin(x))))(x)
+    assert len(rules) == 2 * 3, "a shape and a dtype are other operations, values are not"
+
+
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_what_stays_closed_is_said(kind):
     values = named_values(autoname(FUNCTIONS[kind]), W, X)

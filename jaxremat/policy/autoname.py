@@ -21,7 +21,7 @@ References:
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import jax
@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxremat.errors import UsageError
-from jaxremat.policy.jax_private import FUSED_ATTENTION, called_name, callee
+from jaxremat.policy.jax_private import FUSED_ATTENTION, called_name, callee, core
 from jaxremat.policy.names import OPAQUE, jaxpr_names
 from jaxremat.policy.program import (
     CALLS,
@@ -48,6 +48,8 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 #: The names to write on each value, by the value's number. A value that its author named twice has two names. The result of
 #: `checkpoint_name` has an entry without names: the name is written where the value is made instead.
 Tags = dict[int, tuple[str, ...]]
+#: By operation, what `_reads_own_result` found. The rule is traced for that, and a layer is traced at several batches.
+_READS_OWN_RESULT: dict[Hashable, bool] = {}
 
 
 def autoname(target: Target) -> Target:
@@ -253,6 +255,31 @@ def _reads_own_result(equation: Equation, values: list[Any]) -> bool:
     """Whether the derivative of `equation` reads the equation's result, as that of `exp` does."""
     if equation.kind in OPAQUE - {"custom_jvp_call"} or equation.eqn.effects:
         return False
+    key = _operation(equation, values)
+    if key is None:
+        return _derivative_reads_result(equation, values)
+    if key not in _READS_OWN_RESULT:
+        _READS_OWN_RESULT[key] = _derivative_reads_result(equation, values)
+    return _READS_OWN_RESULT[key]
+
+
+def _operation(equation: Equation, values: list[Any]) -> Hashable | None:
+    """What the derivative rule of an operation depends on. None where that can't be compared."""
+    params = equation.eqn.params
+    if list(core.jaxprs_in_params(params)):
+        return None
+    variable = {*_variable(equation)}
+    operands = (jax.typeof(value) if place in variable else (type(value), value) for place, value in enumerate(values))
+    key = (equation.eqn.primitive, tuple(params.items()), tuple(operands))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _derivative_reads_result(equation: Equation, values: list[Any]) -> bool:
+    """`_reads_own_result`, by the derivative rule of the equation."""
     moving = [n for n in _variable(equation) if jnp.issubdtype(jnp.result_type(values[n]), jnp.inexact)]
     if not moving:
         return False
