@@ -14,6 +14,7 @@ Example: with a budget of 100 bytes and steps that take 10 + 7 * batch bytes, `l
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
@@ -236,9 +237,13 @@ def _estimated(batches: Sequence[int], guess: int, fits: int, fails: int) -> int
 def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:
     """The batch at which a line of bytes by batch meets the budget.
 
-    The line goes through the two compiled batches whose bytes are nearest to it.
+    The line goes through the largest compiled batch that fits and the smallest one above it. Where there are no such two, it goes
+    through the two whose bytes are nearest to the budget.
     """
     known = tried if len(tried) > 1 else {0: fixed_bytes, **tried}
     low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
+    fitting = max((batch for batch in known if known[batch] <= budget_bytes), default=math.inf)
+    if above := [batch for batch in known if batch > fitting]:
+        low, high = int(fitting), min(above)
     slope = (known[high] - known[low]) / (high - low)
     return int(low + (budget_bytes - known[low]) // slope) if slope > 0 else 2 * high
