@@ -197,6 +197,10 @@ def test_remat_takes_its_names_and_rejects_others():
         jax.eval_shape(jaxremat.remat(autoname(NormBlock), "save:Dense_O/dot_general")().init, KEYS, x)
     assert "'Dense_O/dot_general'" in caught.value.got
     assert "'Dense_0/dot_general'" in caught.value.next_step
+    with pytest.raises(UnknownNameError) as caught:
+        jax.eval_shape(jaxremat.remat(autoname(NormBlock), "save:Dense_0/dot_general.1")().init, KEYS, x)
+    assert "planned for another program" in caught.value.cause
+    assert "plan this program" in caught.value.next_step
 
 
 def test_the_class_keeps_its_name_and_submodules_theirs():

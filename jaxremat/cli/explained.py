@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxremat.cli.explain import ExplainFlags
+from jaxremat.policy.spec import NOTHING
 from jaxremat.session.fields import words_of
 from jaxremat.session.flags import RunFlags, StepFlags
 from jaxremat.session.request import MESH_AUTO
@@ -28,9 +29,11 @@ def lint_line(flags: RunFlags, rows: Sequence[TrialRecord]) -> str:
 
     Args:
         flags: the flags of `jaxremat run`.
-        rows: the steps that fit, the fastest first. The first whose policy is short enough to be typed is taken.
+        rows: the steps that fit, the fastest first. The first whose policy is short enough to be typed is taken, or else the
+            full-remat step at the batch of the fastest one.
     """
-    row = next((row for row in rows if len(row.policy) <= _SHORT), None)
+    of_nothing = (replace(row, policy=str(NOTHING)) for row in rows[:1])
+    row = next((row for row in (*rows, *of_nothing) if len(row.policy) <= _SHORT), None)
     if row is None or flags.distributed or (row.temp_bytes or 0) < _MUCH * (row.total_bytes or 0):
         return ""
     command = shlex.join(["jaxremat", "explain", *words_of(explain_flags(flags, row))])

@@ -10,6 +10,7 @@ The names of the decoder's own tensors are in `maxtext.py`.
 
 import difflib
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ _LEFT_OUT = ("<", sysconfig.get_path("stdlib"), *(f"{folder}{os.sep}" for folder
 
 #: The most names that an error lists.
 SHOWN_NAMES = 20
+#: The cause and the next step where numbered operations, such as `mlp/mul.9`, don't exist.
+_OF_ANOTHER_PROGRAM = (
+    "the policy was planned for another program: with another dtype, without dropout or in evaluation other operations run",
+    "plan this program; where no gradient is computed, leave the policy out",
+)
 
 
 @dataclass(frozen=True)
@@ -212,14 +218,25 @@ def _resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | N
     by_path = f", or any other value by module path and operation, such as {others[0]}" if known and others else ""
     more = f" and {len(others) - SHOWN_NAMES} more" if not known and len(others) > SHOWN_NAMES else ""
     known += others
+    misspelt = (
+        "a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
+        nearest(missing[0], known)
+        or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),
+    )
+    numbered = {_without_number(name) for name in missing} - {*missing}
+    cause, next_step = _OF_ANOTHER_PROGRAM if numbered.intersection(map(_without_number, known)) else misspelt
     raise UnknownNameError(
         f"policy {policy.alias or str(policy)!r} names {', '.join(map(repr, missing))}, and no tensor carries "
         + ("that name" if len(missing) == 1 else "those names"),
         allowed=", ".join(shown) + by_path + more or "none: no value of this layer has a checkpoint name",
-        cause="a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
-        next_step=nearest(missing[0], known)
-        or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),
+        cause=cause,
+        next_step=next_step,
     )
+
+
+def _without_number(name: str) -> str:
+    """The name of an operation without its number: `mlp/mul` of `mlp/mul.1`."""
+    return re.sub(r"\.\d+$", "", name)
 
 
 def _distance(name: str, typed: str) -> tuple[float, str]:

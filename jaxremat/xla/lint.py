@@ -495,9 +495,8 @@ def _scores_stored(facts: LintInput) -> Iterator[Finding]:
     shapes = score_shapes(facts.jaxpr) if facts.memory_map and facts.fused_attention else ()
     if not facts.memory_map or not shapes:
         return
-    remedy = (
-        f"jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation={facts.fused_attention!r}), which stores none"
-    )
+    attention = f"jax.nn.dot_product_attention(q, k, v, is_causal=..., implementation={facts.fused_attention!r})"
+    remedy = f"{attention}, which stores none (it has no dropout)"
     scores = [(buffer, size) for buffer, size in at_peak(facts.memory_map) if _is_of_scores(buffer, shapes)]
     num_bytes, every = sum(size for _, size in scores), "its scores, every query by every key"
     if num_bytes >= _MUCH * facts.memory.total_bytes:
