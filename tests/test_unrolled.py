@@ -82,11 +82,14 @@ def test_unrolled_layers_do_without_the_stack_of_a_scan(stack_bytes, num_compile
     """Where the bytes of the stack are right, the first candidate is the answer. If not, it corrects the second one."""
     budget, xla = 9_000, Unrolled(more=-1500)
     _, found = both(budget, xla, stack_bytes, batch=8)
+    _, best = both(budget, Unrolled(more=-1500), 1500, batch=8)
     assert isinstance(found, Plan)
-    assert found.cost.total_bytes == found.predicted_bytes <= budget
+    assert isinstance(best, Plan)
+    assert found.cost == best.cost
+    assert found.cost.total_bytes <= budget
+    assert found.predicted_bytes == found.cost.total_bytes
     assert len(xla.calls) == num_compiles
     assert NOTHING not in {policy for policy, _, _ in xla.calls}
-    assert found.cost == both(budget, Unrolled(more=-1500), 1500, batch=8)[1].cost
 
 
 def test_no_unrolled_plan_where_none_fits():
