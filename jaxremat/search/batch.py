@@ -14,7 +14,6 @@ Example: with a budget of 100 bytes and steps that take 10 + 7 * batch bytes, `l
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
@@ -241,9 +240,10 @@ def _predict(tried: dict[int, int], budget_bytes: int, fixed_bytes: int) -> int:
     through the two whose bytes are nearest to the budget.
     """
     known = tried if len(tried) > 1 else {0: fixed_bytes, **tried}
-    low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
-    fitting = max((batch for batch in known if known[batch] <= budget_bytes), default=math.inf)
-    if above := [batch for batch in known if batch > fitting]:
-        low, high = int(fitting), min(above)
+    fitting = [batch for batch in known if known[batch] <= budget_bytes]
+    if above := [batch for batch in known if fitting and batch > max(fitting)]:
+        low, high = max(fitting), min(above)
+    else:
+        low, high = sorted(sorted(known, key=lambda batch: abs(known[batch] - budget_bytes))[:2])
     slope = (known[high] - known[low]) / (high - low)
     return int(low + (budget_bytes - known[low]) // slope) if slope > 0 else 2 * high

@@ -250,8 +250,8 @@ class Trials:
 
     def gradient_bytes(self) -> int:
         """Bytes of the trained parameters' gradients on a device of the mesh. 0 without a mesh."""
-        trained = {path_text(path) for path, _ in jax.tree.leaves_with_path(self.workload_at().trained_params)}
-        return sum(one.device_bytes for one in self.arguments_on_mesh() if one.name.removeprefix("params/") in trained)
+        trained = {f"params/{path_text(path)}" for path, _ in jax.tree.leaves_with_path(self.workload_at().trained_params)}
+        return sum(leaf.device_bytes for leaf in self.arguments_on_mesh() if leaf.name in trained)
 
     def arguments_on_mesh(self, batch: int | None = None) -> tuple[LeafOnMesh, ...]:
         """How the arguments of the step at `batch` lie on the mesh. Empty for one device.
