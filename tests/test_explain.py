@@ -107,6 +107,16 @@ class TestCommand:
         assert round(viewer["peakHeapMib"] * 2**20) == done.memory.peak_bytes
 
 
+@pytest.mark.full
+def test_the_chunked_loss_is_no_remedy_for_itself(h100, capsys):
+    """Batch 8 is one chunk, which is the largest buffer."""
+    flags = "--model tiny --num-layers 2 --dropout 0 --vocab-size 50000 --target h100-80gb --policy nothing --batch 8 --lint"
+    assert main([*flags.split(), "--loss", "chunked"]) == 0
+    shown = capsys.readouterr().out
+    assert "Lint: nothing found." in shown
+    assert "--loss" not in shown
+
+
 @pytest.mark.full  # matplotlib starts a process to find fonts
 def test_a_plot_with_measured_peaks_and_many_bars(tmp_path):
     pytest.importorskip("matplotlib")

@@ -77,10 +77,11 @@ def linted(about: About) -> tuple[Finding, ...]:
     """What all rules find in a step.
 
     Where the logits are the largest buffer, the step is compiled with the chunked loss too, so that a rule can say what that
-    would take.
+    would take. A step with the chunked loss takes what it takes.
     """
     trials, policy, batch = about.trials, about.policy, about.batch
-    compilation, chunked_bytes = trials.compile(policy, batch), None
+    compilation = trials.compile(policy, batch)
+    chunked_bytes = compilation.memory.total_bytes if trials.train.loss == "chunked" else None
     chunked = dataclasses.replace(trials.with_loss("chunked"), with_dump=False)
     if trials.train.loss == "full" and chunked.train != trials.train and largest_logits(compilation.memory_map):
         with contextlib.suppress(CompileError):
