@@ -8,7 +8,7 @@ The API raises these exceptions. The commands print the message without a traceb
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Self
 
 
@@ -148,8 +148,15 @@ def printable(text: str) -> str:
 def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
     """The question `did you mean 'x' or 'y'?`, with the known words closest to `word`.
 
-    It is empty where no word is close.
+    Words that begin with it come first. The question is empty where no word is close.
     """
-    lowered = {k.lower(): k for k in known}
-    close = [lowered[m] for m in difflib.get_close_matches(word.lower(), lowered, n=count, cutoff=0.5)]
-    return f"did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    lowered, low = {k.lower(): k for k in known}, word.lower()
+    close = difflib.get_close_matches(low, lowered, n=count, cutoff=0.5)
+    begin = [k for k in lowered if len(low) > 2 and k.startswith(low)]
+    found = [low] if low in lowered else [*dict.fromkeys([*begin, *close])][:count]
+    return did_you_mean([lowered[k] for k in found])
+
+
+def did_you_mean(words: Sequence[str]) -> str:
+    """The question `did you mean 'x' or 'y'?`, empty for no words."""
+    return f"did you mean {' or '.join(map(repr, words))}?" if words else ""

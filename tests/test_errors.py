@@ -508,7 +508,8 @@ def test_nearest():
         return re.findall("'(.*?)'", nearest(word, known, count))
 
     assert found("dotts", ["dots", "nothing"]) == ["dots"]
-    assert found("H100", ["h100", "h200", "a6000"], count=2) == ["h100", "h200"]
+    assert found("H100", ["h100", "h200", "a6000"]) == ["h100"], "the case of letters doesn't count"
+    assert found("h100", ["h200", "h100-80gb"]) == ["h100-80gb", "h200"], "one that begins with the word comes first"
     assert nearest("zzz", ["dots"]) == ""
 
 

@@ -1,5 +1,6 @@
 """Flags as typed values: what a dataclass's command line takes, what it rejects, and its help."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from jaxremat.cli.main import main
 from jaxremat.cli.parser import parse_argv
 from jaxremat.errors import UsageError
 from jaxremat.session.fields import byte_size, flags_of, whole_numbers
+from jaxremat.session.flags import RunFlags
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,19 @@ def test_what_is_no_flag_or_no_value_is_one_error(words, named):
     assert named in caught.value.got
     assert caught.value.next_step
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--microbatches", ["--accumulate"]), ("--microbatches=4", ["--accumulate"]), ("--batch-size", ["--batch"]),
+        ("--seq", ["--seq-len"]), ("--dvices", ["--devices"]),
+    ],
+)  # fmt: skip
+def test_a_flag_is_found_by_its_beginning_or_by_a_word_of_its_help(word, meant):
+    with pytest.raises(UsageError) as caught:
+        parse_argv(RunFlags, [word, "4"], "x")
+    assert re.findall("'(.*?)'", caught.value.next_step)[:1] == meant
 
 
 def test_a_flag_without_a_default_is_required():

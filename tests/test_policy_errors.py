@@ -11,7 +11,7 @@ from jaxremat.policy.names import resolve
 #: By the text, what of it is quoted, and what the next step quotes.
 NEAREST = {
     "Dots": ("Dots", ["dots"]),
-    "nothin": ("nothin", ["nothing", "none", "nothing_saveable"]),
+    "nothin": ("nothin", ["nothing", "nothing_saveable", "none"]),
     "save_qkv": ("save_qkv", ["save_qkv_proj", "save"]),
     "save:context+dotz": ("dotz", ["dots"]),
     "zzzzqq": ("zzzzqq", []),

@@ -6,6 +6,7 @@ Cyclopts splits the arguments. Its errors become a `UsageError`.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from cyclopts.exceptions import (
 )
 
 from jaxremat.cli.help import HELP, HELP_ALL, help_text
-from jaxremat.errors import UsageError, bad_value, nearest
+from jaxremat.errors import UsageError, bad_value, did_you_mean, nearest
 from jaxremat.session.fields import Flag, FlagsT, filled, flags_of
 
 
@@ -84,6 +85,21 @@ def _written(flag: Flag) -> str:
     return f"write it like {flag.name} {flag.parameter.metavar or 'VALUE'}"
 
 
+def _meant(word: str, flags: Sequence[Flag]) -> str:
+    """The question which flag is meant: one that begins so, one whose help has the word, or one that is near.
+
+    For `--microbatches` it is `--accumulate`, whose help speaks of microbatches.
+    """
+    typed = word.partition("=")[0].replace("_", "-")
+    said = typed.strip("-").replace("-", " ")
+    if len(said) > 1:
+        named = [flag.name for flag in flags if flag.name.startswith(typed) or typed.startswith(f"{flag.name}-")]
+        speak = [flag.name for flag in flags if re.search(rf"\b{re.escape(said)}\b", flag.parameter.help or "")]
+        if named or speak:
+            return did_you_mean((named or speak)[:2])
+    return nearest(word, [flag.name for flag in flags])
+
+
 def _usage_error(
     error: CycloptsError, flags: Sequence[Flag], prog: str, whose: Callable[[str], Sequence[str]]
 ) -> UsageError:
@@ -96,7 +112,7 @@ def _usage_error(
             if others := whose(word.partition("=")[0].lstrip("-").replace("-", "_")):
                 allowed = f"{word} with jaxremat {', '.join(others)}"
                 return UsageError(f"{prog} has no flag {word}", allowed=allowed, next_step=f"leave it out; {see}")
-            return UsageError(f"unknown flag {word}", next_step=nearest(word, [one.name for one in flags]) or see)
+            return UsageError(f"unknown flag {word}", next_step=_meant(word, flags) or see)
         case UnusedCliTokensError():
             word = (error.unused_tokens or [""])[0]
             return UsageError(f"{word!r} belongs to no flag", allowed="flags with their values", next_step=f"{prog} --help")
