@@ -86,7 +86,9 @@ def _written(flag: Flag) -> str:
 
 
 def _meant(word: str, flags: Sequence[Flag]) -> str:
-    """The question which flag is meant: one that begins so, one whose help has the word, or one that is near.
+    """The question which flag is meant.
+
+    It is one that begins so, one whose help has the word, or one that is near.
 
     For `--microbatches` it is `--accumulate`, whose help speaks of microbatches.
     """
