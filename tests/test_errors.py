@@ -510,6 +510,7 @@ def test_nearest():
     assert found("dotts", ["dots", "nothing"]) == ["dots"]
     assert found("H100", ["h100", "h200", "a6000"]) == ["h100"], "the case of letters doesn't count"
     assert found("h100", ["h200", "h100-80gb"]) == ["h100-80gb", "h200"], "one that begins with the word comes first"
+    assert found("h100", ["h200", "h100-80gb"], count=1) == ["h100-80gb"]
     assert nearest("zzz", ["dots"]) == ""
 
 
