@@ -22,7 +22,6 @@ from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.known import Known
 from jaxremat.planner.places import possible
 from jaxremat.planner.plan import Plan
-from jaxremat.planner.search import speed_bounds
 from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.grammar import parse
@@ -173,7 +172,7 @@ def test_no_plan_is_faster_than_its_bounds_and_few_compiles_come_near(budget):
     batches = (1, 2, 4, 8, 16)
     xla = Xla()
     known = known_of(Steps(layer_at, xla, LAYERS, budget), "chunked", batches)
-    bounds = [*speed_bounds(known)]
+    bounds = [*planned.speed_bounds(known)]
     speeds = []
     for batch in batches:
         found = find_plan(Steps(layer_at, Xla(), LAYERS, budget), losses=("chunked",), batch=batch)
@@ -200,7 +199,7 @@ def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
             return formula(policy, loss, batch)
 
         steps = Steps(layer_at, compile_step, LAYERS, 8000)
-        return [*speed_bounds(known_of(steps, "chunked", range(1, 4097)))]
+        return [*planned.speed_bounds(known_of(steps, "chunked", range(1, 4097)))]
 
     unrefused, refused = bounds(4096), bounds(20)
     assert refused[-1] == pytest.approx(unrefused[-1])
@@ -210,7 +209,7 @@ def test_a_step_that_xla_refuses_is_tried_at_a_quarter():
 
 def test_where_nothing_fits_the_bound_is_0():
     xla = Xla()
-    found = speed_bounds(known_of(Steps(layer_at, xla, LAYERS, 1100), "full", range(1, 9)))
+    found = planned.speed_bounds(known_of(Steps(layer_at, xla, LAYERS, 1100), "full", range(1, 9)))
     assert next(found) == 0.0
     assert len(xla.calls) == 1
 
@@ -218,7 +217,7 @@ def test_where_nothing_fits_the_bound_is_0():
 def test_a_bound_is_finite():
     """Without a limit of the batch but the budget, and with one that is far above it."""
     for batches in (range(1, 4097), range(1, 2)):
-        (first, *_) = speed_bounds(known_of(Steps(layer_at, Xla(), LAYERS, 10**9), "full", batches))
+        (first, *_) = planned.speed_bounds(known_of(Steps(layer_at, Xla(), LAYERS, 10**9), "full", batches))
         assert 0 < first < math.inf
 
 

@@ -18,12 +18,13 @@ from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.curve import Curve, CurvePoint
 from jaxremat.planner.estimate import LayerEstimate
+from jaxremat.planner.places import WORTH
 from jaxremat.planner.plan import NoPlan, Plan, find_plans
 from jaxremat.planner.steps import GROUPS, SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Mix, Names, Policy, Rule
 from jaxremat.search.batch import spaced
 from jaxremat.search.compiles import Compile, Compiles
-from tests.planner_formula import BYTES, LAYERS, NAMES, Xla, find_plan, layer_at
+from tests.planner_formula import BYTES, LAYERS, NAMES, SECONDS, Xla, find_plan, layer_at
 from tests.small_problems import solve_by_trying_all
 
 
@@ -335,6 +336,24 @@ def test_unrolled_layers_with_room_for_all_values_take_two_compiles(budget, poli
     assert tried == policies or (policies is None and len(tried) > 2)
 
 
+@pytest.mark.parametrize(("seconds", "has_dots"), [(1e-6, False), (5.0, True)])
+def test_a_named_policy_that_cannot_be_faster_is_not_compiled(monkeypatch, seconds, has_dots):
+    """Unrolled, `none` doesn't fit for the bytes of `a`. Where recomputing `a` takes no time, a choice without it is as fast."""
+
+    def unrolled_at(batch: int) -> LayerEstimate:
+        layer = layer_at(batch)
+        ops = tuple(replace(op, recompute_s=seconds * batch) if op.name == "a" else op for op in layer.problem.ops)
+        return replace(layer, problem=replace(layer.problem, ops=ops, save_s_per_byte=0.0), in_scan=False)
+
+    monkeypatch.setitem(SECONDS, "a", seconds)
+    budget = Xla()(Names(("b", "c", "d"), attention=True), "full", 8).total_bytes
+    found = find_plan(Steps(unrolled_at, Xla(), LAYERS, budget), losses=("full",), batch=8)
+    assert isinstance(found, Plan)
+    tried = {step.policy for step in found.tried}
+    assert Rule("none") not in tried
+    assert (Rule("dots") in tried or Rule("dots", attention=True) in tried) == has_dots
+
+
 def test_of_equally_fast_steps_the_one_of_the_fewest_bytes_is_the_answer():
     xla = Xla()
 
@@ -400,7 +419,7 @@ def test_one_layer_may_take_least_where_all_is_kept():
     def compiled(policy: Policy, loss: str, batch: int) -> Cost:
         return Cost(1000 if policy == Rule("none") else 1032, 1.0)
 
-    found = find_plan(Steps(layer_at, compiled, 1, 1010), losses=("",), batch=1)
+    found = find_plan(Steps(layer_at, compiled, 1, 1010, has_groups=False), losses=("",), batch=1)
     assert isinstance(found, Plan)
     assert found.policy == Rule("none")
     assert all(more.saved_s >= 0 for more in found.more)
@@ -457,7 +476,7 @@ def test_full_remat_that_was_compiled_before_is_on_the_curve():
     alone = find_plan(Steps(layer_at, Xla(), LAYERS, 40_000), **options)
     assert isinstance(beside, Plan)
     assert isinstance(alone, Plan)
-    assert beside.batch / beside.cost.step_s == alone.batch / alone.cost.step_s
+    assert beside.batch / beside.cost.step_s >= alone.batch / alone.cost.step_s / (1 + WORTH)
     assert {batch for policy, _, batch in xla.calls if policy == NOTHING} <= {8, 60, beside.batch}
 
 

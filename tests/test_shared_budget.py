@@ -386,4 +386,4 @@ def test_groups_make_sense_where_a_kind_has_several_layers(num_layers):
     steps = Steps(lambda batch: one.layer, compiled, one.num_layers, 0, one.has_groups)
     assert steps.least == ((NOTHING, SPARSE) if max(num_layers) > 1 else (NOTHING, Rule("none")))
     assert Steps(lambda batch: one.layer, compiled, 2, 0).least == (NOTHING, SPARSE)
-    assert Steps(lambda batch: one.layer, compiled, 1, 0).least == (NOTHING, Rule("none"))
+    assert Steps(lambda batch: one.layer, compiled, 1, 0, has_groups=False).least == (NOTHING, Rule("none"))

@@ -1,5 +1,6 @@
 """`--policy auto`: a plan for the layers of a workload, with JAX and XLA behind the planner."""
 
+import math
 from collections import ChainMap
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +12,9 @@ from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.known import Known
-from jaxremat.planner.places import possible
+from jaxremat.planner.places import highest_speeds, possible
 from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
-from jaxremat.planner.search import speed_bounds
+from jaxremat.planner.search import find
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
@@ -39,6 +40,8 @@ class Planned:
         num_compiles: how many compiles the plan took.
         others: the best plans in other layouts of the layers.
         rejected: why XLA rejected unrolled layers. Empty if it didn't.
+        most_share: of a layout whose search ended because another one is faster, the most samples per second that are expected
+            of it, as a share of those of that one.
     """
 
     found: Plan | NoPlan
@@ -47,6 +50,7 @@ class Planned:
     num_compiles: int
     others: tuple["Planned", ...] = ()
     rejected: str = ""
+    most_share: float | None = None
 
     @property
     def answer(self) -> Plan | Tried:
@@ -144,6 +148,8 @@ def _plan(
         other = one.planned(unrolled.plan)
         if isinstance(unrolled.plan, Plan) and isinstance(found.plan, Plan):
             if is_better(unrolled.plan, found.plan, options["objective"]):
+                if found.bound is not None:
+                    answer = replace(answer, most_share=found.bound * unrolled.plan.cost.step_s / unrolled.plan.batch)
                 return replace(other, others=(answer,))
             return replace(answer, others=(other,), rejected=unrolled.rejected)
     return answer
@@ -168,6 +174,23 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
     found = found_by(known, "time").plan
     assert found is not None, "the layers' own layout has a plan, or a step that doesn't fit"
     yield of_plan.planned(found)
+
+
+def speed_bounds(known: Known) -> Iterator[float]:
+    """Searches one layout, and yields after each compile the most sequences per second.
+
+    No step has more. Meshes are compared by these bounds. The first full-remat step (`Known.start`) has a batch that no step
+    exceeds, or a quarter of it where XLA rejects a step so large. A bound assumes that smaller batches are as fast for each
+    sequence, and that their bytes lie on the line from the state. Both make it too high. The named policies are left out. It is
+    0 where no full-remat step fits.
+    """
+    least = math.inf
+    for _ in find([known], named=False):
+        if known.curves:
+            estimates = known.estimates_at(known.reference)
+            found = [place.speed for layer in estimates for place in highest_speeds(known, layer)]
+            least = min(least, max(found, default=0.0))
+        yield least
 
 
 def compiled_under(planned: Planned, xla_preset: str) -> Planned:

@@ -193,6 +193,7 @@ def _layout(planned: Planned) -> PlannedLayout:
         **picked(found.cost, "total_bytes step_s"),
         **picked(row, "tokens_per_s samples_per_s"),
         compile_s=(row.lower_s or 0.0) + (row.compile_s or 0.0),
+        most_share=planned.most_share,
     )
 
 

@@ -45,9 +45,6 @@ class Curve:
         has_two = sum(point.batch > 0 and not point.cost.is_rejected for point in points) > 1
         return Curve(tuple(point for point in points if point.batch or not has_two))
 
-    def is_compiled(self, batch: int) -> bool:
-        return any(point.batch == batch for point in self.points)
-
     def is_foreseen(self, batch: int) -> bool:
         """Whether the line is straight around a batch: it foresees a compiled neighbor."""
         points = self.accepted

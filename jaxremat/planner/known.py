@@ -65,7 +65,7 @@ class Known:
         candidates: those of the planner's own choices that were compiled.
         disputed: the candidates on which two estimates of a layer disagree.
         estimate: which of the estimates of a layer is right: 0 for the first one.
-        num_bases: full-remat steps that were compiled for this layout, those of a scan included.
+        num_judged: alternatives that were compared with the right estimate.
         rejected: why XLA rejected a step of unrolled layers. Empty if it didn't.
         memo: what was computed from the model in its present state.
     """
@@ -81,7 +81,7 @@ class Known:
     candidates: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     disputed: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     estimate: int = 0
-    num_bases: int = 0
+    num_judged: int = 0
     rejected: str = ""
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -117,37 +117,32 @@ class Known:
                 self.curves[place.loss] = curve.with_point(place.batch, step.cost)
         return self.tried[policy, place]
 
-    def begin(self, policy: Policy, place: Place) -> None:
-        """Begins what `compile` compiles."""
-        is_of_scan = policy == NOTHING and self.scanned and not self.is_compiled(place)
-        (self.scanned if self.scanned and is_of_scan else self).steps.begin(policy, place.loss, place.batch)
-
     def compile(self, policy: Policy, place: Place, candidate: Candidate | None = None) -> None:
         """Compiles a step, and learns from it.
 
-        Unrolled layers have the full-remat step of a scan compiled first. A rejection ends the search of unrolled layers, and the
-        plan for the scan stands. A first full-remat step that is rejected is to be tried at a quarter of its batch.
+        A rejection ends the search of unrolled layers, and the plan for the scan stands. A first full-remat step that is rejected
+        is to be tried at a quarter of its batch.
 
         Raises:
             CompileError: XLA rejects another step of a scan.
         """
-        is_base = policy == NOTHING
-        self.num_bases += is_base
         try:
-            if is_base and self.scanned and not self.is_compiled(place):
-                self.scanned.compile(policy, place)
-                return
             self.add(policy, place)
         except CompileError as error:
             if self.scanned:
                 self.rejected = str(error)
-            elif is_base and place.loss not in self.curves and place.batch > self.batches[0]:
+            elif policy == NOTHING and place.loss not in self.curves and place.batch > self.batches[0]:
                 self.start = at_most(self.batches, place.batch // SMALLER)
             else:
                 raise
             return
         if candidate:
             self.candidates[policy, place] = candidate
+
+    @property
+    def num_bases(self) -> int:
+        """Full-remat steps that were compiled, of unrolled layers those in a scan."""
+        return sum(policy == NOTHING for policy, _ in (self.scanned or self).tried)
 
     def fitting(self, place: Place | None = None) -> Iterator[Tried]:
         """The compiled steps that fit, at a place or at the batches to choose among."""
@@ -159,9 +154,10 @@ class Known:
         """The fastest compiled step that fits; of equally fast ones, that of the fewest bytes."""
         return min(self.fitting(), key=lambda step: (-step.speed, step.cost.total_bytes), default=None)
 
-    def least(self) -> Tried:
-        """The compiled step of the fewest bytes, at the smallest batch that was compiled."""
-        return min(self.tried.values(), key=lambda step: (step.batch, step.cost.total_bytes))
+    @property
+    def best_speed(self) -> float:
+        """Sequences per second of the best compiled step that fits. 0 for none."""
+        return best.speed if (best := self.best()) else 0.0
 
     def own_choices(self) -> dict[tuple[Policy, Place], Candidate]:
         """The planner's own choices, those on which estimates disagree included."""
@@ -171,7 +167,7 @@ class Known:
 
     def is_compiled(self, place: Place) -> bool:
         """Whether the full-remat step was compiled at a place."""
-        return self.curves[place.loss].is_compiled(place.batch)
+        return any(point.batch == place.batch for point in self.curves[place.loss].points)
 
     def base(self, place: Place) -> Cost:
         """The full-remat step: compiled, or as its curve has it."""

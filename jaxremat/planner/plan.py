@@ -6,7 +6,7 @@
 import collections
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxremat.config import Objective
 from jaxremat.errors import CompileError
@@ -16,7 +16,7 @@ from jaxremat.planner.candidates import named_decision
 from jaxremat.planner.corrections import Corrections
 from jaxremat.planner.known import Known, Place, Tried
 from jaxremat.planner.places import possible
-from jaxremat.planner.search import Search, find
+from jaxremat.planner.search import Search, find, outdone
 from jaxremat.planner.steps import Cost, Steps
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH, largest_batch, most_tried
@@ -39,7 +39,6 @@ class Plan:
             the model, in which saving a value takes its bytes and no more. None where a compiled step fits that saves more bytes
             than the model has room for.
         prices: what saving each value is worth beside the rest of the plan, from the most saved seconds per byte.
-        assumption: what the estimate of a layer assumes by which the plan was made (`LayerEstimate.assumption`).
         more: what more budget could bring. Empty where `bound_s` is None.
         tried: every compiled step, in order.
     """
@@ -52,7 +51,6 @@ class Plan:
     recompute_s: float | None
     bound_s: float | None
     prices: tuple[Price, ...]
-    assumption: str
     more: tuple[FurtherBudget, ...]
     tried: tuple[Tried, ...]
 
@@ -69,11 +67,14 @@ class NoPlan:
 class Found:
     """What was found in one layout: a plan, or why there is none.
 
-    `plan` is None where no step of the unrolled layers fits, and `rejected` says why XLA rejected one.
+    `plan` is None where no step of the unrolled layers fits, and `rejected` says why XLA rejected one. `bound` is set for a
+    scan in which no own choice of the planner's was compiled, because unrolled layers are faster: no step in it is expected to
+    have more sequences per second.
     """
 
     plan: Plan | NoPlan | None
     rejected: str = ""
+    bound: float | None = None
 
 
 def find_plans(
@@ -110,7 +111,10 @@ def find_plans(
         _smallest(found)
     elif objective == "time" or first.best():
         collections.deque(find(found, named), maxlen=0)
-    return [found_by(known, objective) for known in found]
+    answers = [found_by(known, objective) for known in found]
+    if objective != "memory" and not first.candidates and (bound := outdone(found)) is not None:
+        answers[0] = replace(answers[0], bound=bound)
+    return answers
 
 
 def _largest(known: Known, batches: Sequence[int], *, named: bool) -> None:
@@ -156,8 +160,10 @@ def _smallest(layouts: Sequence[Known]) -> None:
 def found_by(known: Known, objective: Objective) -> Found:
     """The answer of a search that has ended."""
     fitting, tried = [*known.fitting()], tuple(known.tried.values())
+    if not fitting and known.scanned:
+        return Found(None, known.rejected)
     if not fitting:
-        return Found(None if known.scanned else NoPlan(known.least(), tried), known.rejected)
+        return Found(NoPlan(min(tried, key=lambda step: (step.batch, step.cost.total_bytes)), tried))
     best = min(fitting, key=lambda step: step.cost.total_bytes) if objective == "memory" else known.best()
     assert best, "a step fits"
     return Found(_as_plan(known, best), known.rejected)
@@ -193,7 +199,6 @@ def _as_plan(known: Known, answer: Tried) -> Plan:
         recompute_s=steps.num_layers * candidate.layer_s(layer) if candidate else None,
         bound_s=bound_s(0) if is_right else None,
         prices=prices(layer.problem, decision, steps.num_layers),
-        assumption=layer.assumption,
         more=tuple(FurtherBudget(further, bound_s(0) - bound_s(further)) for further in _FURTHER_BYTES) if is_right else (),
         tried=tuple(known.tried.values()),
     )

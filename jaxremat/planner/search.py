@@ -23,9 +23,10 @@ which 18 are expected to be the fastest. The full-remat step of 18 is compiled: 
 and takes 102 GiB. So the next candidates are expected to take 2 GiB more, and saving `a` alone, 15 ms less, is compiled: 90
 GiB. `none` would take 180 GiB and isn't tried. The answer is `save:a`.
 
-Unrolled layers take from a scan of the same layers what both have in common: the full-remat step at each batch, and the
-right estimate. A scan compiles several times faster, and so it is searched first. On a mesh a scan stores the stack of the
-layers' gradients from the beginning of the backward pass, and unrolled layers don't (`Steps.stack_bytes`).
+Unrolled layers take from a scan of the same layers what both have in common, as a scan compiles several times faster: the
+full-remat step at each batch, and the right estimate. They are searched first. In a scan XLA copies what is saved, and its
+search ends where no step is expected to be faster than the best unrolled one. On a mesh a scan stores the stack of the layers'
+gradients from the beginning of the backward pass, and unrolled layers don't (`Steps.stack_bytes`).
 """
 
 import bisect
@@ -44,7 +45,6 @@ from jaxremat.search.batch import at_most
 
 _MAX_BASES = 6  # full-remat steps compiled where the batch is free, beside two for each loss
 _GROWTH = 4  # a full-remat step has at most so many times the batch of the largest one before
-_MAX_UNROLLED_BASES = 3  # of a scan, for the unrolled layers
 _MAX_CANDIDATES = 3  # candidates compiled at a batch and loss
 _MAX_ALONE = 6  # the same where the batch is given
 _MAX_PLACES = 2  # batches and losses at which candidates are compiled
@@ -68,50 +68,53 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
                 known.add(policy, Place(loss, batch))
     first, num_known = layouts[0], _num_fitting(layouts)
     while _num_fitting(layouts) - num_known < (first.most_that_fit or math.inf):
-        ahead = max(searches, key=lambda search: best.speed if (best := search.known.best()) else 0.0)
-        turns = [*((one, one.known.scanned is not None) for one in searches), *([(ahead, True)] if named else [])]
-        found = next(((one.known, step) for one, has_named in turns if (step := one.next(has_named))), None)
-        if found is None:
+        step = next(filter(None, _turns(searches, named)), None)
+        if step is None:
             return
         if first.most_that_fit is None:  # else, steps that are rejected in seconds are most of those that `most_left` counts
             first.steps.expect(sum(one.most_left() for one in searches))
-        known, step = found
-        known.begin(step.policy, step.place)
-        guesses = ((one.known, guess) for one in searches for guess in one.guesses())
+        step.begin()
+        guesses = filter(None, searches[-1].guesses())
         while first.steps.may_guess() and (guess := next(guesses, None)):
-            guess[0].begin(guess[1].policy, guess[1].place)
-        known.compile(step.policy, step.place, step.candidate)
+            guess.begin()
+        step.known.compile(step.policy, step.place, step.candidate)
         yield
+
+
+def _turns(searches: Sequence["Search"], named: bool) -> Iterator["Proposal | None"]:
+    """What each layout compiles next. Unrolled layers come before a scan that may be faster."""
+    scan, *unrolled = searches
+    for one in unrolled:
+        yield one.next(True)
+    if outdone([one.known for one in searches]) is None:
+        yield scan.next(named and all(one.known.best_speed <= scan.known.best_speed for one in unrolled))
+
+
+def outdone(layouts: Sequence[Known]) -> float | None:
+    """The most sequences per second expected in a scan. None if unrolled layers have fewer."""
+    scan, *unrolled = layouts
+    fastest = max((known.best_speed for known in unrolled), default=0.0) * (1 + WORTH)
+    if not fastest:
+        return None
+    bound = max((place.speed for place in highest_speeds(scan, scan.layer_at(scan.reference))), default=math.inf)
+    return bound if bound <= fastest else None
 
 
 def _num_fitting(layouts: Sequence[Known]) -> int:
     return sum(1 for known in layouts for _ in known.fitting())
 
 
-def speed_bounds(known: Known) -> Iterator[float]:
-    """Searches one layout, and yields after each compile the most sequences per second.
-
-    No step has more. Meshes are compared by these bounds. The first full-remat step (`Known.start`) has a batch that no step
-    exceeds, or a quarter of it where XLA rejects a step so large. A bound assumes that smaller batches are as fast for each
-    sequence, and that their bytes lie on the line from the state. Both make it too high. The named policies are left out. It is
-    0 where no full-remat step fits.
-    """
-    least = math.inf
-    for _ in find([known], named=False):
-        if known.curves:
-            estimates = known.estimates_at(known.reference)
-            found = [place.speed for layer in estimates for place in highest_speeds(known, layer)]
-            least = min(least, max(found, default=0.0))
-        yield least
-
-
 @dataclass(frozen=True)
 class Proposal:
-    """A step to compile. `candidate` is the planner's own choice, where it is one."""
+    """A step to compile in one layout. `candidate` is set for the planner's own choices."""
 
+    known: Known
     policy: Policy
     place: Place
     candidate: Candidate | None = None
+
+    def begin(self) -> None:
+        self.known.steps.begin(self.policy, self.place.loss, self.place.batch)
 
 
 @dataclass
@@ -123,7 +126,6 @@ class Search:
         named: whether named policies may be compiled.
         current: the place at which candidates are compiled.
         finished: the places at which no further candidate is worth a compile.
-        num_judged: alternatives that were compared with the right estimate.
         num_near: candidates near to compiled ones that were proposed.
     """
 
@@ -131,22 +133,31 @@ class Search:
     named: bool = True
     current: Place | None = None
     finished: list[Place] = field(default_factory=list)
-    num_judged: int = 0
     num_near: int = 0
+
+    @property
+    def scan(self) -> Known:
+        """What unrolled layers and a scan build on: full remat, and what tells estimates apart."""
+        return self.known.scanned or self.known
+
+    @property
+    def _all_bytes(self) -> int:
+        """Bytes that all layers save under `none` at the reference batch."""
+        layer = self.known.layer_at(self.known.reference)
+        return self.known.steps.num_layers * layer.problem.num_bytes(named_decision(layer, NONE).save)
 
     def next(self, has_named: bool) -> Proposal | None:
         """The step that is expected to be the fastest, of those that are worth a compile.
 
         With `has_named` the named policies are among them.
         """
-        known = self.known
-        if known.rejected:
+        if self.known.rejected:
             return None
-        for loss in () if known.scanned else known.losses:
-            if batch := self._start_of_curve(loss):
-                return Proposal(NOTHING, Place(loss, batch))
-        if len(known.batches) > 1 and (dispute := self._dispute()):
-            return dispute
+        return next(filter(None, self._start()), None) or self.choice(has_named)
+
+    def choice(self, has_named: bool) -> Proposal | None:
+        """The next step after those that a search begins with."""
+        known = self.known
         while len(self.finished) < self._max_places:
             place, best = self.current or best_place(known, self._bases_left > 0), known.best()
             if place is None:
@@ -162,42 +173,41 @@ class Search:
         place = Place(best.loss, best.batch) if best else self.finished[0]
         return (self._named(place, _ROOMY) or self._near(place)) if has_named else None
 
-    def guesses(self) -> Iterator[Proposal]:
+    def guesses(self) -> Iterator[Proposal | None]:
         """Steps that are likely to be proposed, whatever the present one turns out to take."""
-        known, steps = self.known, self.known.steps
-        if known.scanned:
-            if any(steps.fits(known.scanned.tried[one].cost) for one in known.scanned.candidates):
-                yield from filter(None, [replace(self, finished=[*self.finished]).next(False)])
-            return
-        for loss in known.losses:
-            if batch := self._start_of_curve(loss):
-                yield Proposal(NOTHING, Place(loss, batch))
-        place, layer = Place(known.losses[0], known.reference), known.layer_at(known.reference)
-        saved_bytes = steps.num_layers * layer.problem.num_bytes(named_decision(layer, NONE).save)
-        if place.loss in known.curves:
-            is_free = len(known.batches) > 1
-            yield from filter(None, [self._dispute() if is_free else self._named(place, _ROOMY) if self.named else None])
-        elif len(known.batches) == 1 and self.named and known.fixed_bytes + saved_bytes <= steps.budget_bytes:
-            yield Proposal(NONE, place)
+        known = self.known
+        yield from self._start()
+        if self.named and len(known.batches) == 1 and known.fixed_bytes + self._all_bytes <= known.steps.budget_bytes:
+            yield Proposal(known, NONE, Place(known.losses[0], known.reference))
+        if known.losses[0] in known.curves and not known.most_that_fit:
+            yield replace(self, finished=[*self.finished]).choice(has_named=False)
 
-    def _start_of_curve(self, loss: str) -> int | None:
-        """The batch of a loss's first or second full-remat step. None if its curve is known.
+    def _start(self) -> Iterator[Proposal | None]:
+        """The steps that a search begins with: full remat, and what tells estimates apart."""
+        scan, losses = self.scan, self.known.losses
+        for loss in losses:
+            if loss not in scan.curves:
+                yield Proposal(scan, NOTHING, Place(loss, scan.start or scan.reference))
+        yield self._dispute() if len(scan.batches) > 1 else None
+        for loss in losses:
+            if loss in scan.curves and (batch := self._second_batch(loss)):
+                yield Proposal(scan, NOTHING, Place(loss, batch))
 
-        A further sequence takes at most what the first ones take on average, and at least its layers' inputs. The second batch
-        is guessed by the geometric mean of the two.
+    def _second_batch(self, loss: str) -> int | None:
+        """The batch of a loss's second full-remat step. None if its curve is known.
+
+        All values can be saved up to about that batch, if it is twice the first one. A further sequence is expected to take
+        what the first ones take on average.
         """
-        known, steps = self.known, self.known.steps
-        if loss not in known.curves:
-            return known.start or known.reference
+        known, steps = self.scan, self.scan.steps
         points = [point for point in known.curves[loss].accepted if point.batch]
         if len(points) != 1 or known.start or len(known.batches) == 1 or not steps.fits(points[0].cost):
             return None
         low, first_bytes = points[0].batch, points[0].cost.total_bytes
         rejected = min((point.batch for point in known.curves[loss].points if point.cost.is_rejected), default=math.inf)
-        most = (first_bytes - known.fixed_bytes) / low
-        least = steps.num_layers * steps.bytes_per_sequence(known.reference)
-        guess = max(2 * low, low + (steps.budget_bytes - first_bytes) / math.sqrt(max(1.0, most * least)))
-        high = at_most(known.batches, min(guess, (low + rejected) / 2))
+        each_bytes = (first_bytes - known.fixed_bytes) / low + self._all_bytes / known.reference
+        roomy = (steps.budget_bytes - known.fixed_bytes) / max(1.0, each_bytes)
+        high = at_most(known.batches, min(max(2 * low, roomy), (low + rejected) / 2))
         return high if high > low else None
 
     def _dispute(self) -> Proposal | None:
@@ -205,27 +215,26 @@ class Search:
 
         Of two estimates, that is right whose saved seconds are nearer to those of the compiled step.
         """
-        known, num_layers = self.known, self.known.steps.num_layers
-        points = () if known.scanned else known.curves[known.losses[0]].points
-        at = next((point.batch for point in points if point.batch and known.steps.fits(point.cost)), None)
-        if at is None:
+        known, num_layers = self.scan, self.scan.steps.num_layers
+        fits = [place for policy, place in known.tried if policy == NOTHING and known.steps.fits(known.base(place))]
+        if not fits:
             return None
+        place = max(fits, key=[place for policy, place in known.tried if policy != NOTHING].__contains__)
+        at, base_s = place.batch, known.base(place).step_s
         _, *others = known.estimates_at(at)
-        place = Place(known.losses[0], at)
-        base_s = known.base(place).step_s
-        while self.num_judged < len(others):
-            first, other = known.estimate_at(at), others[self.num_judged]
+        while known.num_judged < len(others):
+            first, other = known.estimate_at(at), others[known.num_judged]
             most = _largest_dispute(first, other, num_layers)
             known.disputed[most.policy, place] = most
             saved_s, other_s = (num_layers * (one.nothing_s - most.layer_s(one)) for one in (first, other))
             if abs(saved_s - other_s) >= _SAME_SPEED * base_s:
                 done = known.tried.get((most.policy, place))
                 if done is None:
-                    return Proposal(most.policy, place)
+                    return Proposal(known, most.policy, place)
                 compiled_s = base_s - done.cost.step_s
                 if abs(compiled_s - other_s) < abs(compiled_s - saved_s):
-                    known.estimate = self.num_judged + 1
-            self.num_judged += 1
+                    known.estimate = known.num_judged + 1
+            known.num_judged += 1
         return None
 
     def _at(self, place: Place) -> Proposal | None:
@@ -242,7 +251,7 @@ class Search:
             last = curve.points[-1].batch  # a line that is nearly flat leads anywhere
             after = known.batches[min(bisect.bisect_right(known.batches, last), len(known.batches) - 1)]
             most = at_most(known.batches, max(after, _GROWTH * last))
-            return Proposal(NOTHING, replace(place, batch=min(place.batch, most)))
+            return Proposal(self.scan, NOTHING, replace(place, batch=min(place.batch, most)))
         in_scan = known.layer_at(place.batch).in_scan
         if (known.most_that_fit or not in_scan) and self.named and (none := self._named(place, _SURELY_FITS)):
             return none
@@ -268,30 +277,36 @@ class Search:
             fastest_s.append(foreseen_s + num_layers * evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
         if fastest_s and min(fastest_s) - foreseen_s - candidate.cost_s < WORTH * base_s:
             return None
-        return Proposal(candidate.policy, place, candidate)
+        return Proposal(known, candidate.policy, place, candidate)
 
     def _named(self, place: Place, share: float) -> Proposal | None:
         """The next named policy that is expected to take at most this share of the budget.
 
-        Of unrolled layers it is `none`, and if that fits, no other one: none takes fewer operations.
+        Of unrolled layers it is `none`. If that fits or another step is expected to be as fast, no other one is compiled, as
+        none takes fewer operations.
         """
         known, steps = self.known, self.known.steps
         layer, corrections = known.layer_at(place.batch), known.corrections(place)
-        none = known.tried.get((NONE, place))
-        none_alone = known.scanned or share < 1 or (not layer.in_scan and none and steps.fits(none.cost))
+        none_alone = known.scanned or share < 1 or (not layer.in_scan and self._is_as_fast_as_none(place, layer))
         for policy, values in named_policies(layer).items():
             if (policy, place) not in known.tried and (policy == NONE or not none_alone):
                 saved, decision = dict.fromkeys(values, 1.0), named_decision(layer, policy)
-                at_peak = corrections.at_peak(layer, decision, saved, steps.num_layers)
-                if corrections.base_bytes + at_peak <= share * steps.budget_bytes:
-                    return Proposal(policy, place)
+                further = corrections.at_peak(layer, decision, saved, steps.num_layers)
+                if corrections.base_bytes + further <= share * steps.budget_bytes:
+                    return Proposal(known, policy, place)
         return None
+
+    def _is_as_fast_as_none(self, place: Place, layer: LayerEstimate) -> bool:
+        """Whether `none` fits at a place, or a choice that fits there is expected to be as fast."""
+        known, fits = self.known, {(step.policy, place) for step in self.known.fitting(place)}
+        least_s = min((one.layer_s(layer) for at, one in known.own_choices().items() if at in fits), default=math.inf)
+        more_s = known.steps.num_layers * (least_s - evaluate(layer.problem, named_decision(layer, NONE)).cost_s)
+        return (NONE, place) in fits or more_s < WORTH * known.base(place).step_s
 
     def _near(self, place: Place) -> Proposal | None:
         """The fastest candidate near to compiled ones. None unless one of the last was the fastest."""
         known = self.known
-        here = [*known.fitting(place)]
-        if not self._near_left or known.best() not in here[-_PATIENCE:]:
+        if not self._near_left or known.best() not in [*known.fitting(place)][-_PATIENCE:]:
             return None
         decisions = [one.decision for (_, at), one in known.own_choices().items() if at == place]
         found = near(known.layer_at(place.batch), known.steps.num_layers, known.corrections(place), decisions)
@@ -300,29 +315,22 @@ class Search:
             return None
         self.current = place
         self.num_near += 1
-        return Proposal(candidate.policy, place, candidate)
+        return Proposal(known, candidate.policy, place, candidate)
 
     def _of_least_bytes(self) -> Proposal | None:
-        """The policies of the least bytes, at the smallest batch, where none is expected to fit."""
-        known, batch = self.known, self.known.batches[0]
+        """The policies of the least bytes, at the smallest batch, where none is expected to fit.
+
+        `every:sqrt` has the residuals of one group of layers and the inputs of all groups. `nothing` has all layers' inputs.
+        """
+        known, steps, batch, num_layers = self.known, self.known.steps, self.known.reference, self.known.steps.num_layers
         if known.scanned or known.best():
             return None
-        place = Place(min(known.losses, key=lambda loss: known.curves[loss].at(batch).total_bytes), batch)
-        policies = (NOTHING, *([GROUPS] if self._has_small_groups(batch) else []), known.steps.least[-1])
-        return next((Proposal(policy, place) for policy in policies if (policy, place) not in known.tried), None)
-
-    def _has_small_groups(self, batch: int) -> bool:
-        """Whether `every:sqrt` is expected to take fewer bytes than `nothing`.
-
-        It has the residuals of one group of layers and the inputs of all groups, and `nothing` the inputs of all layers.
-        """
-        steps, layer = self.known.steps, self.known.layer_at(batch)
-        if SPARSE not in steps.least or not steps.allows(GROUPS):
-            return False
-        size = GROUPS.size(steps.num_layers)
-        residual_bytes = layer.problem.num_bytes(named_decision(layer, NONE).save)
-        input_bytes = batch * steps.bytes_per_sequence(batch)
-        return size * residual_bytes + steps.num_layers / size * input_bytes < steps.num_layers * input_bytes
+        size, input_bytes = GROUPS.size(num_layers), num_layers * batch * steps.bytes_per_sequence(batch)
+        is_smaller = size * self._all_bytes / num_layers + input_bytes / size < input_bytes
+        groups = [GROUPS] if is_smaller and SPARSE in steps.least and steps.allows(GROUPS) else []
+        place = Place(min(known.losses, key=lambda loss: known.curves[loss].at(batch).total_bytes), known.batches[0])
+        found = (policy for policy in (NOTHING, *groups, steps.least[-1]) if (policy, place) not in known.tried)
+        return next((Proposal(known, policy, place) for policy in found), None)
 
     # How many compiles are to come.
 
@@ -338,11 +346,7 @@ class Search:
     @property
     def _bases_left(self) -> int:
         """How many further full-remat steps may be compiled."""
-        known = self.known
-        if len(known.batches) == 1:
-            return 0
-        most = _MAX_UNROLLED_BASES if known.scanned else _MAX_BASES + 2 * len(known.losses)
-        return max(0, most - known.num_bases)
+        return max(0, _MAX_BASES + 2 * len(self.known.losses) - self.known.num_bases)
 
     @property
     def _near_left(self) -> int:
@@ -353,14 +357,13 @@ class Search:
         """How many compiles are to come at most."""
         known = self.known
         if known.scanned:
-            return self._bases_left + _MAX_CANDIDATES - len(known.candidates) + 1
-        bases, start = self._bases_left, known.start or known.reference
-        if len(known.batches) == 1:
-            bases = len(known.losses) - len(known.curves)
-        while start > known.batches[0] and len(known.curves) < len(known.losses):  # rejected, each at a quarter of the last
-            bases, start = bases + 1, at_most(known.batches, start // SMALLER)
+            return _MAX_CANDIDATES - len(known.candidates) + 1
+        losses, start = len(known.losses) - len(known.curves), known.start or known.reference
+        bases = losses if len(known.batches) == 1 else self._bases_left
+        if losses:  # rejected, each at a quarter of the last
+            bases += math.ceil(math.log(start / known.batches[0], SMALLER))
         candidates = max(0, self._max_places * self._max_candidates - len(known.candidates))
-        disputes = len(known.estimates_at(known.reference)) - 1 - self.num_judged
+        disputes = len(known.estimates_at(known.reference)) - 1 - known.num_judged
         named = len(named_policies(known.layer_at(known.reference))) + self._near_left if self.named else 0
         return bases + disputes + candidates + named + 1
 

@@ -70,7 +70,7 @@ class Steps:
         compile: compiles a policy under a loss at a batch. The planner calls it once for equal arguments.
         num_layers: number of equal layers. 1 where the estimate stands for several kinds of layers (`shared_budget.py`).
         budget_bytes: total bytes that a step may take.
-        has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense. None: if there are several layers.
+        has_groups: whether policies for groups of layers, such as `every:sqrt`, make sense.
         allows: whether a plan may choose a policy.
         stack_bytes: of unrolled layers, the bytes by which their full-remat step is expected to be below that of a scan.
         most_that_fit: how many steps that fit are compiled at most, unless they are small, where such a compile takes minutes
@@ -85,7 +85,7 @@ class Steps:
     compile: Callable[[Policy, str, int], Cost]
     num_layers: int
     budget_bytes: int
-    has_groups: bool | None = None
+    has_groups: bool = True
     allows: Callable[[Policy], bool] = lambda policy: True
     stack_bytes: int = 0
     most_that_fit: int | None = None
@@ -105,8 +105,7 @@ class Steps:
 
         A single layer has no groups, and its gradient runs right after its forward pass.
         """
-        has_groups = self.num_layers > 1 if self.has_groups is None else self.has_groups
-        least = (NOTHING, SPARSE) if has_groups else (NOTHING, Rule("none"))
+        least = (NOTHING, SPARSE) if self.has_groups else (NOTHING, Rule("none"))
         return tuple(filter(self.allows, least))
 
     def bytes_per_sequence(self, batch: int) -> float:

@@ -107,7 +107,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
     if plan.unrolled_error:
         parts.append(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
     if plan.layouts:
-        parts += [layouts_table(plan), *layouts_sentences(plan)]
+        parts += [*([] if plan.layouts[1].most_share else [layouts_table(plan)]), *layouts_sentences(plan)]
     if explain:
         nothing = "\nNo tensor's saving would take time off, by the model."
         parts += [price_table(plan) if plan.prices else nothing, *([] if plan.bound_s is None else [more_table(plan)])]
@@ -124,17 +124,24 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
     chosen, other = plan.layouts
     unit = "tokens" if chosen.tokens_per_s else "samples"
     rate, other_rate = (one.tokens_per_s or one.samples_per_s or one.batch / one.step_s for one in (chosen, other))
-    slower = 100 * (1 - other_rate / rate)
-    difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'} {unit} a second"
-    if plan.paired_error and abs(slower) < 100 * plan.paired_error:
-        difference += f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})"
-    if other.layout == "loop":
-        because = "in a loop XLA copies what is saved into stacks and out of them again"
-        return [
-            f"A loop has {difference}: {because}.",
-            "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them.",
-        ]
-    return [f"Unrolled layers have {difference}."]
+    slower = 100 * (1 - (other.most_share or other_rate / rate))
+    difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'}"
+    unsure = (
+        f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})" if plan.paired_error else ""
+    )
+    error = unsure if abs(slower) < 100 * (plan.paired_error or 0) else ""
+    if other.layout != "loop":
+        return [f"Unrolled layers have {difference} {unit} a second{error}."]
+    because = "in a loop XLA copies what is saved into stacks and out of them again"
+    converted = "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them."
+    if not other.most_share:
+        return [f"A loop has {difference} {unit} a second{error}: {because}.", converted]
+    most = f"at most {other.most_share * rate:,.0f} {unit} a second, {difference}{error}"
+    return [
+        f"A loop is expected to have {most}: {because}. --scan-layers True plans one.",
+        f"Unrolled, the step was compiled in {chosen.compile_s:.0f} s here, and in a loop in {other.compile_s:.0f} s.",
+        converted,
+    ]
 
 
 def price_table(plan: PlanRecord) -> Table:

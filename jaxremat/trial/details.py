@@ -62,6 +62,8 @@ class PlannedLayout:
         tokens_per_s: tokens per second; None for a workload that doesn't say how many tokens a batch has.
         compile_s: seconds that lowering and compiling the step took.
         samples_per_s: samples per second.
+        most_share: if its search ended because the other layout is faster, the most samples per second that are expected of it,
+            as a share of the other one's. The fields above are those of the fastest step that was compiled by then.
     """
 
     layout: Layout
@@ -73,6 +75,7 @@ class PlannedLayout:
     tokens_per_s: float | None
     compile_s: float
     samples_per_s: float | None = None
+    most_share: float | None = None
 
 
 @dataclass(frozen=True)
