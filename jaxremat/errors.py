@@ -150,11 +150,16 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
 
     Words that begin with it come first. The question is empty where no word is close.
     """
+    return did_you_mean(closest(word, known, count))
+
+
+def closest(word: str, known: Iterable[str], count: int = 3, alike: float = 0.5) -> list[str]:
+    """The known words of `nearest`. `alike` is the share of letters in common, from 0 to 1, that makes a word close."""
     lowered, low = {k.lower(): k for k in known}, word.lower()
-    close = difflib.get_close_matches(low, lowered, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(low, lowered, n=count, cutoff=alike)
     begin = [k for k in lowered if len(low) > 2 and k.startswith(low)]
     found = [low] if low in lowered else [*dict.fromkeys([*begin, *close])][:count]
-    return did_you_mean([lowered[k] for k in found])
+    return [lowered[k] for k in found]
 
 
 def did_you_mean(words: Sequence[str]) -> str:

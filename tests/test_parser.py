@@ -109,7 +109,8 @@ def test_what_is_no_flag_or_no_value_is_one_error(words, named):
     ("word", "meant"),
     [
         ("--microbatches", ["--accumulate"]), ("--microbatches=4", ["--accumulate"]), ("--batch-size", ["--batch"]),
-        ("--seq", ["--seq-len"]), ("--dvices", ["--devices"]),
+        ("--seq", ["--seq-len"]), ("--dvices", ["--devices"]), ("--sequence_length", ["--seq-len"]),
+        ("--memory", ["--mem-fraction"]), ("--gpu", ["--target"]), ("--fsdp", ["--mesh"]), ("--hbm", []),
     ],
 )  # fmt: skip
 def test_a_flag_is_found_by_its_beginning_or_by_a_word_of_its_help(word, meant):

@@ -10,7 +10,7 @@ from rich.table import Table
 from experiments.common import RESULTS
 from jaxremat.chips.speed import PAIRED_ERROR
 from jaxremat.report.meshes import mesh_sentences, meshes_table
-from jaxremat.report.plan import layouts_sentences
+from jaxremat.report.plan import layouts_sentences, plan_parts
 from jaxremat.report.recommend import best_sentences, explanations, recommend_table
 from jaxremat.report.sentences import own_sentences, tied_sentences
 from jaxremat.report.steps import TIED, policy_table
@@ -125,6 +125,18 @@ def test_layouts_of_other_microbatches_are_compared_by_their_tokens():
     assert "4.8% fewer tokens" in layouts_sentences(plan(layouts=(chosen, other)))[0]
     samples = [replace(one, tokens_per_s=None, samples_per_s=one.tokens_per_s) for one in (chosen, other)]
     assert "4.8% fewer samples" in layouts_sentences(plan(layouts=tuple(samples)))[0]
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.9, "72 tokens a second, 10.0% fewer"), (1.002, "80 tokens a second, 0.2% more")])
+def test_a_loop_that_cannot_win_has_a_bound(share, said):
+    chosen = PlannedLayout("unrolled", "dots", "full", 8, GIB, 0.100, 80.0, 21.4)
+    other = PlannedLayout("loop", "nothing", "full", 8, GIB, 0.300, 26.0, 4.4, most_share=share)
+    record = plan(layouts=(chosen, other))
+    most, compiled, _ = layouts_sentences(record)
+    assert f"at most {said}" in most
+    assert "--scan-layers True" in most
+    assert "21 s here, and in a loop in 4 s" in compiled
+    assert all(isinstance(part, str) for part in plan_parts(record, explain=False)), "there is no table of one layout"
 
 
 def test_meshes_count_what_the_workload_counts():

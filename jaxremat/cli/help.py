@@ -49,9 +49,14 @@ def help_text(kind: type, flags: "Sequence[Flag]", prog: str, epilogue: str = ""
     return "\n".join([*lines, *textwrap.wrap(epilogue, _WIDTH)])
 
 
+def help_of(flag: "Flag") -> str:
+    """The text of a flag: the docstring below its field, unless its parameter has one."""
+    return flag.parameter.help or _docstring(flag.owner, flag.field)
+
+
 def _lines(flag: "Flag", *, is_short: bool) -> list[str]:
     """The flag with its metavar on the left, and its text on the right or below."""
-    text = flag.parameter.help or _docstring(flag.owner, flag.field)
+    text = help_of(flag)
     if flag.default not in (None, (), False, "") and "Default:" not in text:
         text = f"{text.rstrip('.')}. Default: {flag.default}."
     if is_short:

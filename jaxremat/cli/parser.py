@@ -20,8 +20,8 @@ from cyclopts.exceptions import (
     UnusedCliTokensError,
 )
 
-from jaxremat.cli.help import HELP, HELP_ALL, help_text
-from jaxremat.errors import UsageError, bad_value, did_you_mean, nearest
+from jaxremat.cli.help import HELP, HELP_ALL, help_of, help_text
+from jaxremat.errors import UsageError, bad_value, closest, did_you_mean
 from jaxremat.session.fields import Flag, FlagsT, filled, flags_of
 
 
@@ -86,20 +86,34 @@ def _written(flag: Flag) -> str:
 
 
 def _meant(word: str, flags: Sequence[Flag]) -> str:
-    """The question which flag is meant.
+    """The question which flag is meant. Empty where none is near.
 
-    It is one that begins so, one whose help has the word, or one that is near.
+    It is one that begins so or abbreviates the word, one with a letter off, one whose help has the word, or one that is near.
 
-    For `--microbatches` it is `--accumulate`, whose help speaks of microbatches.
+    For `--sequence-length` it is `--seq-len`, and for `--microbatches` `--accumulate`, whose help speaks of microbatches.
     """
-    typed = word.partition("=")[0].replace("_", "-")
-    said = typed.strip("-").replace("-", " ")
-    if len(said) > 1:
-        named = [flag.name for flag in flags if flag.name.startswith(typed) or typed.startswith(f"{flag.name}-")]
-        speak = [flag.name for flag in flags if re.search(rf"\b{re.escape(said)}\b", flag.parameter.help or "")]
-        if named or speak:
-            return did_you_mean((named or speak)[:2])
-    return nearest(word, [flag.name for flag in flags])
+    typed = word.partition("=")[0].strip("-").replace("_", "-").lower()
+    if len(typed) < 2:
+        return ""
+    names = {flag.name.strip("-"): flag for flag in flags}
+    named = [name for name in names if _abbreviates(name, typed)]
+    said = re.compile(rf"\b{re.escape(typed.replace('-', ' '))}\b", re.IGNORECASE)
+    speak = {
+        name: at.start() for name, flag in names.items() if (at := said.search(f"{help_of(flag)} {flag.parameter.metavar}"))
+    }
+    found = (
+        named
+        or closest(typed, names, alike=0.75)
+        or sorted(speak, key=speak.__getitem__)
+        or closest(typed, names, alike=0.6)
+    )
+    return did_you_mean([f"--{name}" for name in found[:2]])
+
+
+def _abbreviates(name: str, typed: str) -> bool:
+    """Whether each word of one begins as that of the other. The one may have further words: `mem-fraction` for `memory`."""
+    words = zip(name.split("-"), typed.split("-"), strict=False)
+    return all(min(len(a), len(b)) > 1 and (a.startswith(b) or b.startswith(a)) for a, b in words)
 
 
 def _usage_error(
