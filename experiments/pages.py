@@ -63,7 +63,7 @@ VARIES = {
     r"( [\d,]+ tokens/s, [\d:]+) left": "speed and remaining time of a training",
     r" yes( +[\d.,]+ +[\d.,]+) +-$": "a step that was measured on a CPU",
     r"^budget( +[\d.]+) GiB = this machine's available": "free memory",
-    r"^ (?:unrolled|in a \w+) .*?( +[\d.]+)$": "seconds that XLA compiled",
+    r"^Unrolled, the step was compiled in( \d+ s here, and in a scan in \d+ s)\.$": "seconds that XLA compiled",
 }
 _FENCE = r"^```(?P<language>\S[^\n]*)\n(?P<body>.*?)^```$"
 _ELISION = r"\[\.\.\.(?:[^\]]*\.\.\.)?\]"

@@ -154,7 +154,10 @@ def nearest(word: str, known: Iterable[str], count: int = 3) -> str:
 
 
 def closest(word: str, known: Iterable[str], count: int = 3, alike: float = 0.5) -> list[str]:
-    """The known words of `nearest`. `alike` is the share of letters in common, from 0 to 1, that makes a word close."""
+    """The known words of `nearest`.
+
+    `alike` is the share of letters in common, from 0 to 1, that makes a word close.
+    """
     lowered, low = {k.lower(): k for k in known}, word.lower()
     close = difflib.get_close_matches(low, lowered, n=count, cutoff=alike)
     begin = [k for k in lowered if len(low) > 2 and k.startswith(low)]

@@ -128,14 +128,14 @@ def test_layouts_of_other_microbatches_are_compared_by_their_tokens():
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.9, "72 tokens a second, 10.0% fewer"), (1.002, "80 tokens a second, 0.2% more")])
-def test_a_loop_that_cannot_win_has_a_bound(share, said):
+def test_a_scan_that_cannot_win_has_a_bound(share, said):
     chosen = PlannedLayout("unrolled", "dots", "full", 8, GIB, 0.100, 80.0, 21.4)
     other = PlannedLayout("loop", "nothing", "full", 8, GIB, 0.300, 26.0, 4.4, most_share=share)
     record = plan(layouts=(chosen, other))
     most, compiled, _ = layouts_sentences(record)
     assert f"at most {said}" in most
     assert "--scan-layers True" in most
-    assert "21 s here, and in a loop in 4 s" in compiled
+    assert "21 s here, and in a scan in 4 s" in compiled
     assert all(isinstance(part, str) for part in plan_parts(record, explain=False)), "there is no table of one layout"
 
 

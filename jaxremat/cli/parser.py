@@ -111,7 +111,10 @@ def _meant(word: str, flags: Sequence[Flag]) -> str:
 
 
 def _abbreviates(name: str, typed: str) -> bool:
-    """Whether each word of one begins as that of the other. The one may have further words: `mem-fraction` for `memory`."""
+    """Whether each word of one begins as that of the other.
+
+    The one may have further words: `mem-fraction` for `memory`.
+    """
     words = zip(name.split("-"), typed.split("-"), strict=False)
     return all(min(len(a), len(b)) > 1 and (a.startswith(b) or b.startswith(a)) for a, b in words)
 

@@ -132,14 +132,14 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
     error = unsure if abs(slower) < 100 * (plan.paired_error or 0) else ""
     if other.layout != "loop":
         return [f"Unrolled layers have {difference} {unit} a second{error}."]
-    because = "in a loop XLA copies what is saved into stacks and out of them again"
+    because = "XLA copies what a scan saves into stacks and out of them again"
     converted = "Unrolled layers have other parameter trees: jaxremat.unstack_layers and stack_layers convert them."
     if not other.most_share:
-        return [f"A loop has {difference} {unit} a second{error}: {because}.", converted]
+        return [f"A scan has {difference} {unit} a second{error}: {because}.", converted]
     most = f"at most {other.most_share * rate:,.0f} {unit} a second, {difference}{error}"
     return [
-        f"A loop is expected to have {most}: {because}. --scan-layers True plans one.",
-        f"Unrolled, the step was compiled in {chosen.compile_s:.0f} s here, and in a loop in {other.compile_s:.0f} s.",
+        f"A scan is expected to have {most}: {because}. --scan-layers True plans one.",
+        f"Unrolled, the step was compiled in {chosen.compile_s:.0f} s here, and in a scan in {other.compile_s:.0f} s.",
         converted,
     ]
 
