@@ -20,6 +20,7 @@ from jax.extend import core
 from jaxremat import find_layers, parse
 from jaxremat.answer.workload_estimate import estimate_kinds
 from jaxremat.cli import explain, run
+from jaxremat.trial.trials import Trials
 from jaxremat.workload.load import load_factory
 from jaxremat.workload.workload import Workload, loss_and_aux
 from tests.equality import relative_difference
@@ -301,8 +302,17 @@ def test_an_example_is_explained(name, capsys, h100):
 
 @pytest.mark.full
 @pytest.mark.any_jax
-def test_an_example_is_run_and_planned(capsys, h100):
+def test_an_example_is_run_and_planned(capsys, h100, monkeypatch):
+    """No step is compiled twice: the row of `nothing` has the map of the memory with which the plan begins."""
+    compiled, begin = [], Trials._begin
+
+    def counting(self, begins, policy, batch, **options):
+        compiled.append((policy, batch))
+        return begin(self, begins, policy, batch, **options)
+
+    monkeypatch.setattr(Trials, "_begin", counting)
     rows = commands(run.main, "plain_scan", ["--policy", "nothing", "auto"], capsys)
+    assert len(compiled) == len({*compiled})
     trials = {row["requested_policy"]: row for row in rows if row["record"] == "trial"}
     [plan] = [row for row in rows if row["record"] == "plan"]
     assert set(trials) == {"nothing", "auto"}

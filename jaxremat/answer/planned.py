@@ -277,7 +277,7 @@ class _Compiles:
         if policy == NOTHING and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
-        cost = cost_of(done, speed, self.layers_at(batch)[1])
+        cost = cost_of(done, speed, self.layers_at(batch)[1] if done.dump else ())  # tracing the layers may take seconds
         cost = replace(cost, step_s=cost.step_s / _num_microbatches(trials, batch))
         if cost.total_bytes <= self.budget_bytes:
             self.best.look_at(trials, policy, batch, cost, len(self.log))

@@ -17,7 +17,7 @@ from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
 from jaxremat.answer.records import answer_batches, answer_frontier, answer_largest, answer_plan
 from jaxremat.chips.installed import versions
 from jaxremat.errors import CompileError, JaxrematError, MissingDependencyError, TargetError, UsageError
-from jaxremat.policy.spec import Policy
+from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.compiles import Compile, Compiles
@@ -199,7 +199,8 @@ def begin_steps(session: "Session", *, with_dump: bool = False) -> None:
     """
     for requested in session.request.policies:
         if not isinstance(requested.policy, Auto | Frontier) and not session.missing_layers(requested):
-            trials = replace(trials_of(session, requested, lambda note: None), with_dump=with_dump)
+            trials = trials_of(session, requested, lambda note: None)
+            trials = replace(trials, with_dump=with_dump or trials.with_dump)
             for batch in batches_of(session, requested):
                 trials.begin(policy_of(requested), batch)
 
@@ -220,14 +221,17 @@ def batches_of(session: "Session", requested: RequestedPolicy) -> tuple[int, ...
 def trials_of(session: "Session", requested: RequestedPolicy, note: Callable[[str], None]) -> Trials:
     """The trials with the requested options of XLA, and a plan's loss and layout.
 
-    The loss and the layout are those of the plan's file. Flags that give a loss or a layout come before the plan's.
+    The loss and the layout are those of the plan's file. Flags that give a loss or a layout come before the plan's. Where `auto`
+    is requested too, `nothing` is compiled for a map of the memory, with which a plan begins.
 
     Args:
         session: the model and the target.
         requested: the policy.
         note: called if a plan's proof doesn't cover these steps, with what differs.
     """
-    trials, request, plan = replace(session.trials, xla_preset=requested.xla_preset), session.request, requested.policy
+    request, plan = session.request, requested.policy
+    has_plan = any(isinstance(one.policy, Auto) for one in request.policies)
+    trials = replace(session.trials, xla_preset=requested.xla_preset, with_dump=has_plan and plan == NOTHING)
     if not isinstance(plan, PlanFile):
         return trials
     (loss,) = request.losses_of(plan)
