@@ -66,6 +66,17 @@ def test_a_bound_never_rises_and_the_rest_is_that_of_the_bound(steps):
     assert bounds == sorted(bounds, reverse=True)
 
 
+def test_the_seconds_of_a_search_are_without_its_pauses():
+    now = [7.0]
+    compiles = Compiles(clock=lambda: now[0])
+    assert compiles.taken_s == 0.0
+    compiles.next()
+    now[0] += 30.0
+    with compiles.paused():
+        now[0] += 100.0
+    assert compiles.taken_s == 30.0
+
+
 def test_a_line_has_the_numbers_that_are_known():
     assert numbers(compile_text("dots", Compile(3, 9, 23.4), "batch 126")) == [3, 9, 126, 24]
     assert numbers(compile_text("dots", Compile(1, 9), "batch 126")) == [1, 9, 126]

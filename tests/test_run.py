@@ -151,6 +151,15 @@ class TestSearch:
         assert printer.exit_code() == 0
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("h100")
+def test_a_slow_search_says_once_what_takes_one_compile(monkeypatch, capsys):
+    monkeypatch.setattr("jaxremat.session.answers.SLOW_S", 0.0)
+    assert main(SEARCH) == 0
+    [note] = [line for line in capsys.readouterr().err.splitlines() if "--batch" in line]
+    assert note.startswith("nothing: compile 1 took")
+
+
 @pytest.mark.parametrize(
     ("first", "second", "code"),
     [

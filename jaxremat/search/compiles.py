@@ -60,6 +60,11 @@ class Compiles:
         """Takes notice that the largest batch that fits is predicted to be `batch`, if anything is."""
         self.estimate = batch
 
+    @property
+    def taken_s(self) -> float:
+        """Seconds since the first compile started. 0 before it."""
+        return self.clock() - self.started_s if self.number else 0.0
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context whose seconds aren't those of the search: other searches compile then."""

@@ -65,7 +65,7 @@ Answering = Callable[["Session", RequestedPolicy, Listener, int | None], Iterato
 ESTIMATED_AFTER = 2
 #: The stops of an answer that estimates nothing.
 NOT_ESTIMATED = (None,) * (ESTIMATED_AFTER + 1)
-#: Seconds of a plan's first compile above which it is said how a plan takes fewer compiles.
+#: Seconds of a first compile above which it is said how an answer takes fewer compiles.
 SLOW_S = 30.0
 
 
@@ -187,10 +187,14 @@ def answers(
     search = answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
     for number, estimate in enumerate(search):
         compiles.estimated(estimate)
+        if number == 1 and requested == request.policies[0] and compiles.taken_s > SLOW_S:
+            listener.note(
+                f"{what}: compile 1 took {compiles.taken_s:.0f} s. The search for a policy's largest batch takes about 4 compiles. "
+                f"--batch {first_batch} takes one"
+            )
         if number <= ESTIMATED_AFTER:
             with compiles.paused():
                 yield estimate if number == ESTIMATED_AFTER else None
-
 
 def begin_steps(session: "Session", *, with_dump: bool = False) -> None:
     """Begins the steps of all policies at the batches of the request.
