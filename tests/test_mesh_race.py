@@ -237,7 +237,9 @@ def test_a_comparison_takes_no_more_compiles_than_it_said(budgets, policy, batch
         if batch > accepted:
             raise CompileError("too large", next_step="a smaller one")
         cost = Xla()(policy, "full", batch)
-        return SimpleNamespace(memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, step_s=cost.step_s)
+        return SimpleNamespace(
+            memory=SimpleNamespace(total_bytes=cost.total_bytes), module=None, dump=None, step_s=cost.step_s
+        )
 
     def cost_of(done: Any, speed: Any, kinds: Any = ()) -> Cost:
         return Cost(done.memory.total_bytes, done.step_s)

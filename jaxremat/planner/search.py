@@ -196,8 +196,8 @@ class Search:
     def _second_batch(self, loss: str) -> int | None:
         """The batch of a loss's second full-remat step. None if its curve is known.
 
-        All values can be saved up to about that batch, if it is twice the first one. A further sequence is expected to take
-        what the first ones take on average.
+        All values can be saved up to about that batch, if it is twice the first one. A further sequence takes at most what the
+        first ones take on average, and at least its layers' inputs. It is guessed by the geometric mean of the two.
         """
         known, steps = self.scan, self.scan.steps
         points = [point for point in known.curves[loss].accepted if point.batch]
@@ -205,8 +205,9 @@ class Search:
             return None
         low, first_bytes = points[0].batch, points[0].cost.total_bytes
         rejected = min((point.batch for point in known.curves[loss].points if point.cost.is_rejected), default=math.inf)
-        each_bytes = (first_bytes - known.fixed_bytes) / low + self._all_bytes / known.reference
-        roomy = (steps.budget_bytes - known.fixed_bytes) / max(1.0, each_bytes)
+        most, least = (first_bytes - known.fixed_bytes) / low, steps.num_layers * steps.bytes_per_sequence(known.reference)
+        further = math.sqrt(max(1.0, most * least))
+        roomy = (steps.budget_bytes - first_bytes + low * further) / (further + self._all_bytes / known.reference)
         high = at_most(known.batches, min(max(2 * low, roomy), (low + rejected) / 2))
         return high if high > low else None
 

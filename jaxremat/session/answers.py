@@ -189,12 +189,13 @@ def answers(
         compiles.estimated(estimate)
         if number == 1 and requested == request.policies[0] and compiles.taken_s > SLOW_S:
             listener.note(
-                f"{what}: compile 1 took {compiles.taken_s:.0f} s. The search for a policy's largest batch takes about 4 compiles. "
+                f"{what}: compile 1 took {compiles.taken_s:.0f} s. The search for a largest batch takes about 4 for each policy. "
                 f"--batch {first_batch} takes one"
             )
         if number <= ESTIMATED_AFTER:
             with compiles.paused():
                 yield estimate if number == ESTIMATED_AFTER else None
+
 
 def begin_steps(session: "Session", *, with_dump: bool = False) -> None:
     """Begins the steps of all policies at the batches of the request.
