@@ -200,13 +200,12 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
         is_unrolled = self.factory.layout() == "unrolled" and bool(options.get("layouts"))
         if rejects and (rejects in str(policy) or (is_unrolled and rejects == "unrolled")):
             raise CompileError("too long")
-        self.of(policy).done[batch] = (policy, batch, is_unrolled)  # type: ignore[assignment]
-        return self.of(policy).done[batch]
+        done: Any = SimpleNamespace(policy=policy, batch=batch, is_unrolled=is_unrolled, dump=None)
+        return self.of(policy).done.setdefault(batch, done)
 
     def cost_of(done: Any, speed: Any, kinds: Any) -> Cost:
-        policy, batch, is_unrolled = done
-        cost = Xla()(policy, "full", batch)
-        return replace(cost, step_s=0.9 * cost.step_s) if is_unrolled else cost
+        cost = Xla()(done.policy, "full", done.batch)
+        return replace(cost, step_s=0.9 * cost.step_s) if done.is_unrolled else cost
 
     solve_by_trying_all(monkeypatch)
     monkeypatch.setattr(planned, "estimate_workload", layers_at)

@@ -227,7 +227,7 @@ def test_a_file_is_of_the_versions_that_the_pages_name(file):
         ("[   1.0 s] one", "[ 123.4 s] two", False),
         (
             "Unrolled, the step was compiled in 12 s here, and in a scan in 4 s.",
-            "Unrolled, the step was compiled in 12 s here, and in a loop in 4 s.",
+            "Unrolled, the steps were compiled in 12 s here, and in a scan in 4 s.",
             False,
         ),
         (" 2   0.076    yes    64.5   63,539   -", " 2   0.077    yes    64.5   63,539   -", False),
