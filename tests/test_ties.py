@@ -127,7 +127,9 @@ def test_layouts_of_other_microbatches_are_compared_by_their_tokens():
     assert "4.8% fewer samples" in layouts_sentences(plan(layouts=tuple(samples)))[0]
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.9, "72 tokens a second, 10.0% fewer"), (1.002, "80 tokens a second, 0.2% more")])
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.9, "72 tokens a second, 10.0% fewer"), (1.002, "80 tokens a second, 0.2% more")]
+)
 def test_a_scan_that_cannot_win_has_a_bound(share, said):
     chosen = PlannedLayout("unrolled", "dots", "full", 8, GIB, 0.100, 80.0, 21.4)
     other = PlannedLayout("loop", "nothing", "full", 8, GIB, 0.300, 26.0, 4.4, most_share=share)
