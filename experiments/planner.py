@@ -88,7 +88,8 @@ def measure_frontier(flags: Flags) -> Iterator[Row]:
             yield {**common, "kind": "named", **named[-1]}
         for beside in sorted(named, key=lambda row: row["total_bytes"]):
             budget = beside["total_bytes"]
-            found = plan_run(trials, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
+            alone = replace(trials, steps={})  # no plan knows the steps of the others
+            found = plan_run(alone, losses=(flags.loss,), batch=batch, max_batch=batch, budget_bytes=budget).found
             if isinstance(found, Plan):
                 faster = {"beside": beside["policy"], "faster_percent": 100 * (beside["step_s"] / found.cost.step_s - 1)}
                 yield {**common, "kind": "planned", **planned(found), **faster}
