@@ -42,12 +42,15 @@ def both(budget: int, unrolled: Unrolled, stack_bytes: int = 0, **options) -> tu
     """The plan in a loop, and the one for unrolled layers."""
     options = {"losses": ("full", "chunked"), "batch": None, "fixed_bytes": 1000, "batches": range(1, 65), **options}
     alone = find_plan(Steps(layer_at, Xla(), LAYERS, budget), **options)
+    find_plan(Steps(layer_at, of_own := Xla(), LAYERS, budget), named=False, **options)
     layers = [
-        Steps(layer_at, Xla(), LAYERS, budget),
+        Steps(layer_at, in_loop := Xla(), LAYERS, budget),
         Steps(unrolled_at, unrolled, LAYERS, budget, stack_bytes=stack_bytes),
     ]
     of_scan, of_unrolled = find_plans(layers, **options)
     looped, found = of_scan.plan, of_unrolled.plan
+    further = [call for call in in_loop.calls if call[0] not in NAMED - {NOTHING}]
+    assert len(unrolled.calls) + len(further) - len(of_own.calls) <= 8
     assert isinstance(looped, Plan)
     assert isinstance(alone, Plan)
     assert found is None or isinstance(found, Plan)

@@ -3,7 +3,7 @@
 The meshes are compared for one policy, or for plans.
 
 Each mesh has upper bounds of its speed before its answer is known. For a plan they come from its full-remat steps
-(`planner/search.py`), and the answer is a plan with the layers as the run has them. For another policy they come from the
+(`speed_bounds`), and the answer is a plan with the layers as the run has them. For another policy they come from the
 straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
 than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
 

@@ -126,10 +126,9 @@ def layouts_sentences(plan: PlanRecord) -> list[str]:
     rate, other_rate = (one.tokens_per_s or one.samples_per_s or one.batch / one.step_s for one in (chosen, other))
     slower = 100 * (1 - (other.most_share or other_rate / rate))
     difference = f"{abs(slower):.1f}% {'fewer' if slower > 0 else 'more'}"
-    unsure = (
-        f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})" if plan.paired_error else ""
-    )
-    error = unsure if abs(slower) < 100 * (plan.paired_error or 0) else ""
+    error = ""
+    if plan.paired_error and abs(slower) < 100 * plan.paired_error:
+        error = f" (predicted times don't tell apart what differs by less than {plan.paired_error:.0%})"
     if other.layout != "loop":
         return [f"Unrolled layers have {difference} {unit} a second{error}."]
     because = "XLA copies what a scan saves into stacks and out of them again"
