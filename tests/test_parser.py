@@ -111,6 +111,7 @@ def test_what_is_no_flag_or_no_value_is_one_error(words, named):
         ("--microbatches", ["--accumulate"]), ("--microbatches=4", ["--accumulate"]), ("--batch-size", ["--batch"]),
         ("--seq", ["--seq-len"]), ("--dvices", ["--devices"]), ("--sequence_length", ["--seq-len"]),
         ("--memory", ["--mem-fraction"]), ("--gpu", ["--target"]), ("--fsdp", ["--mesh"]), ("--hbm", []),
+        ("--maxext", ["--maxtext"]), ("--norm-placment", ["--norm-placement"]), ("--head-im", ["--head-dim"]),
     ],
 )  # fmt: skip
 def test_a_flag_is_found_by_its_beginning_or_by_a_word_of_its_help(word, meant):

@@ -88,7 +88,7 @@ def _written(flag: Flag) -> str:
 def _meant(word: str, flags: Sequence[Flag]) -> str:
     """The question which flag is meant. Empty where none is near.
 
-    It is one that begins so or abbreviates the word, one with a letter off, one whose help has the word, or one that is near.
+    It is one that begins so or has a letter off, one that abbreviates the word, one whose help has the word, or one that is near.
 
     For `--sequence-length` it is `--seq-len`, and for `--microbatches` `--accumulate`, whose help speaks of microbatches.
     """
@@ -102,7 +102,8 @@ def _meant(word: str, flags: Sequence[Flag]) -> str:
         name: at.start() for name, flag in names.items() if (at := said.search(f"{help_of(flag)} {flag.parameter.metavar}"))
     }
     found = (
-        named
+        closest(typed, names, alike=0.85)
+        or named
         or closest(typed, names, alike=0.75)
         or sorted(speak, key=speak.__getitem__)
         or closest(typed, names, alike=0.6)
