@@ -16,7 +16,7 @@ from jaxremat.knapsack.hull import lower_hull
 from jaxremat.knapsack.problem import Op, Problem, Value
 from jaxremat.planner.candidates import candidates, fastest
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.curve import CurvePoint, curves
 from jaxremat.planner.estimate import LayerEstimate
 from jaxremat.planner.places import WORTH
 from jaxremat.planner.plan import NoPlan, Plan, find_plans
@@ -484,11 +484,22 @@ def test_full_remat_that_was_compiled_before_is_on_the_curve():
     ("batches", "off", "foreseen"), [((8, 40), 1, False), ((8, 40, 90), 1, True), ((8, 40, 90), 1.05, False)]
 )
 def test_a_batch_between_compiled_ones_is_foreseen_where_the_line_is_straight(batches, off, foreseen):
-    curve = Curve((CurvePoint(0, Cost(1000, 0.0)),))
-    for batch in batches:
-        curve = curve.with_point(batch, Cost(round((1000 + 100 * batch) * (off if batch == 40 else 1)), 1 + batch))
+    costs = {batch: Cost(round((1000 + 100 * batch) * (off if batch == 40 else 1)), 1 + batch) for batch in batches}
+    curve = curves((("full", CurvePoint(*point)) for point in costs.items()), 1000)["full"]
     assert curve.is_foreseen(30) is foreseen
     assert not curve.is_foreseen(100), "no compiled step is beyond it"
+
+
+def test_a_loss_with_one_step_follows_one_with_two():
+    full = [("full", CurvePoint(batch, Cost(1000 + 130 * batch, 1 + 2 * batch))) for batch in (4, 12)]
+    other = ("chunked", CurvePoint(6, Cost(1000 + 100 * 6, 1 + 3 * 6)))
+    assert curves([full[0], other], 900)["chunked"].at(12) == Cost(900 + 700 * 2, 2 * 19), "no line: it begins at the state"
+    followed = curves([*full, other], 900)["chunked"]
+    assert [followed.at(batch) for batch in (2, 6, 60)] == [Cost(1000 + 100 * n, 1 + 3 * n) for n in (2, 6, 60)]
+    own = curves([*full, other, ("chunked", CurvePoint(12, Cost(2800, 40)))], 900)["chunked"]
+    assert own.at(18).total_bytes == 4000
+    rejected = curves([*full, ("chunked", CurvePoint(6, Cost(1600, 9.0, is_rejected=True)))], 900)["chunked"]
+    assert rejected.at(3).total_bytes == 1250, "a rejected step says little, and the line goes through the state and it"
 
 
 def test_one_slow_step_alone_does_not_end_the_search():

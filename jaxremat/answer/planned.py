@@ -11,13 +11,14 @@ from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.config import Layout, Objective
 from jaxremat.errors import CompileError, UsageError
 from jaxremat.planner.estimate import LayerEstimate
-from jaxremat.planner.known import Known
+from jaxremat.planner.known import REFERENCE_BATCH, Known
 from jaxremat.planner.places import highest_speeds, possible
-from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by, is_better
+from jaxremat.planner.plan import NoPlan, Plan, Tried, find_plans, found_by
 from jaxremat.planner.search import find
 from jaxremat.planner.shared_budget import EqualLayers, as_one
 from jaxremat.planner.steps import MOST_WHOLE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy
+from jaxremat.search.batch import at_most
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.system.ahead import ahead
 from jaxremat.trial.trials import Trials
@@ -138,7 +139,8 @@ def _plan(
     of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
     all_layouts = [first, *(replace(first, trials=trials.with_layout(other), **of_scan) for other in other_layouts)]
     fixed_bytes = first.trials.with_loss(losses[0]).state_bytes()
-    steps = [replace(one.steps(options["batch"]), known=one.known(losses)) for one in all_layouts]
+    batches = [options["batch"]] if options["batch"] else options["batches"]
+    steps = [replace(one.steps(batches), known=one.known(losses)) for one in all_layouts]
     found, *others = find_plans(steps, losses=losses, named=named, fixed_bytes=fixed_bytes, **options)
     assert found.plan is not None, "the layers' own layout has a plan, or a step that doesn't fit"
     answer = first.planned(found.plan)
@@ -147,12 +149,19 @@ def _plan(
             return replace(answer, rejected=unrolled.rejected)
         other = one.planned(unrolled.plan)
         if isinstance(unrolled.plan, Plan) and isinstance(found.plan, Plan):
-            if is_better(unrolled.plan, found.plan, options["objective"]):
+            if _is_better(unrolled.plan, found.plan, options["objective"]):
                 if found.bound is not None:
                     answer = replace(answer, most_share=found.bound * unrolled.plan.cost.step_s / unrolled.plan.batch)
                 return replace(other, others=(answer,))
             return replace(answer, others=(other,), rejected=unrolled.rejected)
     return answer
+
+
+def _is_better(one: Plan, other: Plan, objective: Objective) -> bool:
+    """Whether a plan has fewer bytes or more samples per second than another one."""
+    if objective == "memory":
+        return one.cost.total_bytes < other.cost.total_bytes
+    return one.batch / one.cost.step_s > other.batch / other.cost.step_s
 
 
 def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile: OnCompile) -> Iterator[float | Planned]:
@@ -167,7 +176,7 @@ def plan_bounds(trials: Trials, *, loss: str, batches: Sequence[int], on_compile
         CompileError: XLA rejected a step.
     """
     of_plan = _Compiles(trials, trials.budget_bytes, False, on_compile, [], _Best("time"), Compiles())
-    steps, fixed_bytes = of_plan.steps(batches[0]), trials.with_loss(loss).state_bytes()
+    steps, fixed_bytes = of_plan.steps(batches), trials.with_loss(loss).state_bytes()
     batches = batches if len(batches) == 1 else possible(steps, fixed_bytes, batches)
     known = Known(steps, (loss,), batches, fixed_bytes, start=batches[-1])
     yield from speed_bounds(known)
@@ -291,9 +300,9 @@ class _Compiles:
         done = {(loss, policy): self.trials.with_loss(loss).of(policy).compiled for loss in losses for policy in policies}
         return tuple((policy, loss, batch) for (loss, policy), compiled in done.items() for batch in compiled)
 
-    def steps(self, batch: int | None) -> Steps:
+    def steps(self, batches: Sequence[int]) -> Steps:
         """The steps for one search of the planner."""
-        layers, _ = self.layers_at(batch or self.trials.workload_at().num_samples or 1)
+        layers, _ = self.layers_at(at_most(batches, REFERENCE_BATCH))
         if not layers.layer.allows(NOTHING):
             raise UsageError(
                 f"as_config of {self.trials.factory.name} gives no lines for the policy nothing, which a plan begins with",

@@ -196,19 +196,19 @@ def _run(program: _Milp, time_limit_s: float) -> tuple[Decision, float]:
     scale = _SCALE / (program.everything_s or 1.0)
     budgets, limits = _in_digits(program.sizes[:, allowed], program.limits)
     num_chosen = int(allowed.sum())
-    num_carries = budgets.shape[1] - num_chosen
+    num_carries, has_budgets = budgets.shape[1] - num_chosen, bool(len(budgets))
     result = milp(
         np.append(scale * program.costs[allowed], np.zeros(num_carries)),
-        integrality=np.ones(num_chosen + num_carries),
+        integrality=np.full(num_chosen + num_carries, int(has_budgets)),  # a minimum cut is whole anyway
         bounds=Bounds(0, np.repeat([1, np.inf], [num_chosen, num_carries])),  # pyright: ignore[reportArgumentType]
         constraints=[
             (hstack([program.rows[:, allowed], csr_array((len(program.needs), num_carries))]), program.needs, np.inf),
             (csr_array(budgets), -np.inf, limits),
         ],
-        # Presolve saves no time here. Undoing it can lose a decision that fits; HiGHS then repairs it, and prints that.
-        options={"disp": False, "presolve": False, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
+        # With budgets, presolve saves no time. Undoing it can lose a decision that fits; HiGHS then repairs it, and prints that.
+        options={"disp": False, "presolve": not has_budgets, "mip_rel_gap": 0.0, "time_limit": time_limit_s},
     )
-    bound = result.mip_dual_bound
+    bound = result.mip_dual_bound if has_budgets else result.fun
     bound_s = max(0.0, bound / scale - _TIE * program.everything_s) if bound is not None and math.isfinite(bound) else 0.0
     chosen = np.zeros_like(allowed)
     if result.x is not None:

@@ -1,6 +1,6 @@
 """Full remat by batch: bytes and seconds around the layers, on lines through few steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jaxremat.planner.steps import Cost, Moment
@@ -22,28 +22,26 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes and seconds of the full-remat step by batch.
+    """Bytes and seconds of the full-remat step of one loss by batch.
 
     It was compiled at `points`, in rising batches. Elsewhere it is a straight line, but below the first point a sequence takes
-    no fewer seconds than there. Steps that XLA rejected are left out where two others are known.
+    no fewer seconds than there. The line begins at the state, at batch 0, where XLA accepted fewer than two steps. If it
+    accepted one and two of another loss, it follows the line of that one (`other`). Losses differ by their logits: what they
+    differ by in that step is taken to grow with the batch.
     """
 
     points: tuple[CurvePoint, ...]
+    other: "Curve | None" = None
 
     @property
     def accepted(self) -> tuple[CurvePoint, ...]:
-        """The points whose steps XLA compiled."""
+        """The points whose steps XLA compiled, and the state if it is one."""
         return tuple(point for point in self.points if not point.cost.is_rejected)
 
-    def with_point(self, batch: int, cost: Cost) -> "Curve":
-        """The curve through one more compiled step.
-
-        With two that XLA accepted, it does without the state at batch 0.
-        """
-        others = (point for point in self.points if point.batch != batch)
-        points = sorted((*others, CurvePoint(batch, cost)), key=lambda point: point.batch)
-        has_two = sum(point.batch > 0 and not point.cost.is_rejected for point in points) > 1
-        return Curve(tuple(point for point in points if point.batch or not has_two))
+    @property
+    def is_line(self) -> bool:
+        """Whether the line goes through two compiled steps, of this loss or of another one."""
+        return self.points[0].batch > 0 or self.other is not None
 
     def is_foreseen(self, batch: int) -> bool:
         """Whether the line is straight around a batch: it foresees a compiled neighbor."""
@@ -55,6 +53,12 @@ class Curve:
     def at(self, batch: int) -> Cost:
         if compiled := next((point.cost for point in self.points if point.batch == batch), None):
             return compiled
+        if self.other:
+            here, there = self.accepted[-1], self.other.at(self.accepted[-1].batch)
+            share, found = batch / here.batch, self.other.at(batch)
+            total_bytes = found.total_bytes + round(share * (here.cost.total_bytes - there.total_bytes))
+            step_s = found.step_s + share * (here.cost.step_s - there.step_s)
+            return Cost(total_bytes, step_s, self._moments(batch, total_bytes))
         corners = self.accepted if len(self.accepted) > 1 else self.points
         right = next((n for n, point in enumerate(corners) if n and point.batch >= batch), len(corners) - 1)
         low, high = corners[right - 1 : right + 1]
@@ -76,3 +80,14 @@ class Curve:
             return replace(moment, total_bytes=total_bytes - round((total_there - moment.total_bytes) * batch / near))
 
         return lambda gone: tuple(map(scaled, moments(gone)))
+
+
+def curves(compiled: Iterable[tuple[str, CurvePoint]], fixed_bytes: int) -> dict[str, Curve]:
+    """The curve of each loss from its compiled steps and the bytes of the state."""
+    found, state = dict[str, Curve](), CurvePoint(0, Cost(fixed_bytes, 0.0))
+    for loss, point in sorted(compiled, key=lambda one: one[1].batch):
+        points = (*(found[loss].points if loss in found else (state,)), point)
+        has_two = sum(point.batch > 0 and not point.cost.is_rejected for point in points) > 1
+        found[loss] = Curve(tuple(point for point in points if point.batch or not has_two))
+    other = next((curve for curve in found.values() if curve.is_line), None)
+    return {loss: one if one.is_line or len(one.accepted) < 2 else replace(one, other=other) for loss, one in found.items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxremat.errors import CompileError
 from jaxremat.planner.corrections import Corrections
-from jaxremat.planner.curve import Curve, CurvePoint
+from jaxremat.planner.curve import Curve, CurvePoint, curves
 from jaxremat.planner.estimate import Candidate, LayerEstimate
 from jaxremat.planner.seconds import Seen, corrected
 from jaxremat.planner.steps import Cost, Steps
@@ -61,7 +61,6 @@ class Known:
         scanned: of unrolled layers, what is known of the same layers in a scan.
         start: the batch of the first full-remat step. 0 for the usual one.
         tried: every compiled step, in order.
-        curves: the full-remat step by batch, for each loss that has one.
         candidates: those of the planner's own choices that were compiled.
         disputed: the candidates on which two estimates of a layer disagree.
         estimate: which of the estimates of a layer is right: 0 for the first one.
@@ -77,7 +76,6 @@ class Known:
     scanned: "Known | None" = None
     start: int = 0
     tried: dict[tuple[Policy, Place], Tried] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
     candidates: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     disputed: dict[tuple[Policy, Place], Candidate] = field(default_factory=dict)
     estimate: int = 0
@@ -85,17 +83,11 @@ class Known:
     rejected: str = ""
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
-        if self.scanned:
-            self.curves = self.scanned.curves
-
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """What `compute` returned when the state was that of `key`."""
         if key not in self.memo:
             self.memo[key] = compute()
         return self.memo[key]
-
-    # The compiled steps.
 
     @property
     def is_small(self) -> bool:
@@ -108,13 +100,10 @@ class Known:
         return None if self.best() and self.is_small else self.steps.most_that_fit
 
     def add(self, policy: Policy, place: Place) -> Tried:
-        """The step, compiled once. A full-remat step of a scan is a point of its curve."""
+        """The step, compiled once."""
         if (policy, place) not in self.tried:
             key = (policy, place.loss, place.batch)
-            step = self.tried[policy, place] = Tried(*key, self.steps.compile(*key))
-            if policy == NOTHING and not self.scanned:
-                curve = self.curves.get(place.loss) or Curve((CurvePoint(0, Cost(self.fixed_bytes, 0.0)),))
-                self.curves[place.loss] = curve.with_point(place.batch, step.cost)
+            self.tried[policy, place] = Tried(*key, self.steps.compile(*key))
         return self.tried[policy, place]
 
     def compile(self, policy: Policy, place: Place, candidate: Candidate | None = None) -> None:
@@ -163,7 +152,13 @@ class Known:
         """The planner's own choices, those on which estimates disagree included."""
         return self.disputed | self.candidates
 
-    # Full remat.
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The full-remat step by batch, for each loss. Unrolled layers have those of a scan."""
+        if self.scanned:
+            return self.scanned.curves
+        bases = ((at.loss, CurvePoint(at.batch, step.cost)) for (one, at), step in self.tried.items() if one == NOTHING)
+        return self.once(("curves", self.num_bases), lambda: curves(bases, self.fixed_bytes))
 
     def is_compiled(self, place: Place) -> bool:
         """Whether the full-remat step was compiled at a place."""
@@ -178,8 +173,6 @@ class Known:
             return replace(own.cost, moments=None)
         scan, stack_bytes = self.scanned.base(place), self.steps.stack_bytes
         return replace(scan, total_bytes=scan.total_bytes - stack_bytes, moments=None) if stack_bytes else scan
-
-    # A layer.
 
     @property
     def reference(self) -> int:
@@ -221,8 +214,6 @@ class Known:
                 saved_bytes = {v: share * sizes[v] for v, share in candidate.shares.items()}
                 is_beside_scan = self.scanned is not None and (NOTHING, place) not in self.tried
                 yield Seen(saved_bytes, saved_s, step_s + saved_s - self.base(place).step_s, step_s, is_beside_scan)
-
-    # Bytes.
 
     def corrections(self, place: Place) -> Corrections:
         """The budget at a place, and what the candidates that were compiled there say of bytes."""

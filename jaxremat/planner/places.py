@@ -57,8 +57,13 @@ def _best_place(known: Known, layer: LayerEstimate, beyond: dict[int, int], may_
             best = fastest(candidates(layer, steps.num_layers, left, exact=not steps.allows_mixes))
             saved_s = steps.num_layers * layer.hull[0].cost_s - best.cost_s if best else 0.0
             reached.append(replace(bound, speed=_speed(known, bound.batch, base.step_s, saved_s)))
-    equal = [place for place in reached if place.speed >= enough()]
-    return min(equal, key=lambda place: (not known.is_compiled(place), place.batch, -place.speed, place.loss), default=None)
+    order = {
+        loss: 1 if curve.is_line else -1 for loss, curve in known.curves.items()
+    }  # else small batches are guessed too fast
+    equal = (place for place in reached if place.speed >= enough())
+    return min(
+        equal, key=lambda at: (not known.is_compiled(at), order[at.loss] * at.batch, -at.speed, at.loss), default=None
+    )
 
 
 def highest_speeds(known: Known, layer: LayerEstimate) -> list[Place]:

@@ -169,13 +169,6 @@ def found_by(known: Known, objective: Objective) -> Found:
     return Found(_as_plan(known, best), known.rejected)
 
 
-def is_better(one: Plan, other: Plan, objective: Objective) -> bool:
-    """Whether a plan has fewer bytes or more samples per second than another one."""
-    if objective == "memory":
-        return one.cost.total_bytes < other.cost.total_bytes
-    return one.batch / one.cost.step_s > other.batch / other.cost.step_s
-
-
 def _as_plan(known: Known, answer: Tried) -> Plan:
     """The plan of a compiled step, with its bound and its prices."""
     steps, place = known.steps, Place(answer.loss, answer.batch)

@@ -5,7 +5,7 @@ search that it is from, the layout and the mesh. The loop (`find`) compiles one 
 of the most expected samples per second:
 
 1. The full-remat step at a batch. Its bytes and seconds are those of everything around the layers. Before it is compiled,
-   they are read off a straight line through those that are (`curve.py`). Two are compiled for each loss to begin with.
+   they are read off a line through those that are (`curve.py`): to begin with, two of one loss and one of each other loss.
 2. Where two estimates of a layer disagree, the policy on which they disagree most. Its seconds say which estimate is right.
 3. The best choice of residuals in the bytes that are left (`candidates.py`), while it is expected to be faster than the
    fastest compiled step that fits, by what a compile is worth. The bytes of a compiled candidate correct what is expected of
@@ -43,7 +43,7 @@ from jaxremat.planner.steps import GROUPS, SPARSE
 from jaxremat.policy.spec import NONE, NOTHING, Policy
 from jaxremat.search.batch import at_most
 
-_MAX_BASES = 6  # full-remat steps compiled where the batch is free, beside two for each loss
+_MAX_BASES = 6  # full-remat steps compiled where the batch is free, beside two for the first loss and one for each other
 _GROWTH = 4  # a full-remat step has at most so many times the batch of the largest one before
 _MAX_CANDIDATES = 3  # candidates compiled at a batch and loss
 _MAX_ALONE = 6  # the same where the batch is given
@@ -66,8 +66,9 @@ def find(layouts: Sequence[Known], named: bool = True) -> Iterator[None]:
         for policy, loss, batch in known.steps.known:
             if batch in known.batches and known.steps.allows(policy):
                 known.add(policy, Place(loss, batch))
-    first, num_known = layouts[0], _num_fitting(layouts)
-    while _num_fitting(layouts) - num_known < (first.most_that_fit or math.inf):
+    first, fitting = layouts[0], lambda: [step for known in layouts for step in known.fitting()]
+    num_known = len(fitting())
+    while len(fitting()) - num_known < (first.most_that_fit or math.inf):
         step = next(filter(None, _turns(searches, named)), None)
         if step is None:
             return
@@ -98,10 +99,6 @@ def outdone(layouts: Sequence[Known]) -> float | None:
         return None
     bound = max((place.speed for place in highest_speeds(scan, scan.layer_at(scan.reference))), default=math.inf)
     return bound if bound <= fastest else None
-
-
-def _num_fitting(layouts: Sequence[Known]) -> int:
-    return sum(1 for known in layouts for _ in known.fitting())
 
 
 @dataclass(frozen=True)
@@ -187,7 +184,8 @@ class Search:
         scan, losses = self.scan, self.known.losses
         for loss in losses:
             if loss not in scan.curves:
-                yield Proposal(scan, NOTHING, Place(loss, scan.start or scan.reference))
+                known = best_place(scan, False) if any(curve.is_line for curve in scan.curves.values()) else None
+                yield Proposal(scan, NOTHING, Place(loss, known.batch if known else scan.start or scan.reference))
         yield self._dispute() if len(scan.batches) > 1 else None
         for loss in losses:
             if loss in scan.curves and (batch := self._second_batch(loss)):
@@ -199,12 +197,12 @@ class Search:
         All values can be saved up to about that batch, if it is twice the first one. A further sequence takes at most what the
         first ones take on average, and at least its layers' inputs. It is guessed by the geometric mean of the two.
         """
-        known, steps = self.scan, self.scan.steps
-        points = [point for point in known.curves[loss].accepted if point.batch]
-        if len(points) != 1 or known.start or len(known.batches) == 1 or not steps.fits(points[0].cost):
+        known, steps, curve = self.scan, self.scan.steps, self.scan.curves[loss]
+        points = [point for point in curve.accepted if point.batch]
+        if curve.is_line or not points or known.start or len(known.batches) == 1 or not steps.fits(points[0].cost):
             return None
         low, first_bytes = points[0].batch, points[0].cost.total_bytes
-        rejected = min((point.batch for point in known.curves[loss].points if point.cost.is_rejected), default=math.inf)
+        rejected = min((point.batch for point in curve.points if point.cost.is_rejected), default=math.inf)
         most, least = (first_bytes - known.fixed_bytes) / low, steps.num_layers * steps.bytes_per_sequence(known.reference)
         further = math.sqrt(max(1.0, most * least))
         roomy = (steps.budget_bytes - first_bytes + low * further) / (further + self._all_bytes / known.reference)
@@ -334,7 +332,6 @@ class Search:
         return next((Proposal(known, policy, place) for policy in found), None)
 
     # How many compiles are to come.
-
     @property
     def _max_candidates(self) -> int:
         return _MAX_CANDIDATES if self.known.scanned or len(self.known.batches) > 1 else _MAX_ALONE
@@ -347,7 +344,7 @@ class Search:
     @property
     def _bases_left(self) -> int:
         """How many further full-remat steps may be compiled."""
-        return max(0, _MAX_BASES + 2 * len(self.known.losses) - self.known.num_bases)
+        return max(0, _MAX_BASES + 1 + len(self.known.losses) - self.known.num_bases)
 
     @property
     def _near_left(self) -> int:
