@@ -10,7 +10,7 @@ import pytest
 from jaxremat.chips.tpu.device import tpu_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.price_file import read_prices
-from jaxremat.cli.recommend import cells_of, main, none_trial, rows_of, show
+from jaxremat.cli.recommend import Cell, cells_of, main, none_trial, rows_of, show, turns
 from jaxremat.errors import UsageError
 from jaxremat.report.recommend import best_sentences, ranked
 from jaxremat.session.flags import RecommendFlags
@@ -320,6 +320,71 @@ def test_tpus_are_compared_where_they_are_named(monkeypatch):
     by_default = {cell.target for cell in cells_of(parse_flags(RecommendFlags, named[3:]))}
     assert "h100-80gb" in by_default
     assert not by_default.intersection(tpu_names())
+
+
+def answered(store: Store, cell: Cell, tokens_per_s: float, total_gib: int = 50) -> None:
+    """Stores the cell's answer. A token takes 1e12 FLOPs."""
+    flops = round(1e12 * tokens_per_s * 2)
+    known = {"target": cell.target, "num_devices": cell.num_devices, "step_s": 2.0, "step_source": "predicted"}
+    known |= {"model_flops": flops, "base_flops": 2 * flops, "predicted_interval": (-0.16, 0.16)}
+    store.append([step("dots", tokens_per_s, total_gib, **known)], cell.trials["dots"].key)
+
+
+@pytest.fixture
+def of_all_gpus(monkeypatch) -> list[Cell]:
+    monkeypatch.setattr("jaxremat.cli.recommend.check_installed", lambda targets: None)
+    return cells_of(parse_flags(RecommendFlags, ["--model", "tiny", "--policy", "dots", "--devices", "1,8"]))
+
+
+def test_gpus_whose_matmuls_are_too_slow_are_left_out(of_all_gpus, tmp_path, capsys):
+    """The fastest matmuls of gb200 and gb300 make 1,950 tokens a second, of b200 1,755, of an h100-80gb 811 of its own."""
+    with Store(tmp_path / "rows.jsonl") as store:
+        turn = turns(store, of_all_gpus, {})
+        first = next(turn)
+        assert {(cell.target, cell.num_devices) for cell in first} == {("gb200", 1), ("gb200", 8), ("gh200", 8)}, (
+            "no known link"
+        )
+        for cell in first:
+            answered(store, cell, 1200.0, total_gib=50 if cell.num_devices == 1 else 70)
+        second = next(turn)
+        alone = [cell.target for cell in second if cell.num_devices == 1]
+        assert {*alone} == {"gb300", "b200", "b300"}, "at 0.84 of the time, an h100-80gb is slower than 1,200 / 1.16"
+        assert [cell.target for cell in second if cell.num_devices == 8] == ["gb300"], "8 x gb200 don't fit"
+        for cell in second:
+            answered(store, cell, 500.0 if cell.num_devices == 1 else 20.0)
+        assert len(next(turn)) == 18, "8 of none are left out: an answer of 20 is slow"
+        rows = rows_of(store, of_all_gpus, {})
+        left_out = {row.target: row.bound_tokens_per_s for row in rows if row.bound_tokens_per_s}
+        assert len(left_out) == 17
+        assert left_out["h100-80gb"] == pytest.approx(989.4e12 * 0.82 / 1e12, rel=0.01)
+        show(parse_flags(RecommendFlags, ["--model", "tiny"]), rows, is_complete=False)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Left out: 1 GPUs of 17 other kinds, which have at most" in printed
+    assert "a10g" not in printed
+
+
+def test_with_prices_what_cannot_be_cheaper_is_left_out(of_all_gpus, tmp_path):
+    prices, alone = {"gb200": 10.0, "h100-80gb": 3.0, "l4": 0.2}, [cell for cell in of_all_gpus if cell.num_devices == 1]
+    with Store(tmp_path / "rows.jsonl") as store:
+        turn = turns(store, alone, prices)
+        (l4,) = next(turn)
+        assert l4.target == "l4", "121e12 FLOP/s for 0.2"
+        answered(store, l4, 60.0)
+        (h100,) = next(turn)
+        assert h100.target == "h100-80gb", (
+            "270 for the price of a second may be 322, and 300 may be 258; 195 of gb200 are 232"
+        )
+        answered(store, h100, 300.0)
+        left_out = [row for row in rows_of(store, alone, prices) if row.bound_tokens_per_s]
+    assert len(left_out) == 19, "what has no price is never the cheapest"
+
+
+def test_named_gpus_are_never_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr("jaxremat.cli.recommend.check_installed", lambda targets: None)
+    argv = ["--model", "tiny", "--policy", "dots", "--devices", "1", "--target", "gb200", "t4"]
+    cells = cells_of(parse_flags(RecommendFlags, argv))
+    with Store(tmp_path / "rows.jsonl") as store:
+        assert [[cell.target for cell in turn] for turn in turns(store, cells, {})] == [["gb200", "t4"]]
 
 
 def test_a_network_is_of_the_trials_on_several_nodes(capsys):

@@ -227,6 +227,13 @@ class DeviceSpeed:
             return self.flops_per_s(dtype, kernel_class)
         return self.peak_flops(dtype) * share
 
+    @property
+    def most_flops_per_s(self) -> float:
+        """The most FLOP/s that a kernel is predicted to reach, whatever its shapes and the type of its elements."""
+        measured = self.tables.most_share if self.tables else 0.0
+        share = max(measured, *(of_class for _, of_class in self.calibration.flops_share))
+        return self.training_share * share * max(self.peak_flops(dtype) for dtype in ("bf16", "f16", "f32"))
+
     def bytes_per_s(self, kernel_class: KernelClass = "elementwise") -> float:
         """The bytes of device memory that kernels of a class move in a second."""
         shares = dict(self.calibration.bandwidth_share)

@@ -115,6 +115,14 @@ class Tables:
     training_share: float
     beside_collective: float
 
+    @property
+    def most_share(self) -> float:
+        """The largest share of the peak FLOP/s that a measured kernel reaches."""
+        grids = [(kind, grid.rates) for kind, grid in self.matmuls.items()] + [
+            ("bf16", of) for of in self.attention.values()
+        ]
+        return min(1.0, max((max(rates.values()) / self.peak_flops[kind] for kind, rates in grids), default=0.0))
+
     def matmul_share(self, product: Product, dtype: str) -> float | None:
         """The share of the peak FLOP/s that a matmul reaches alone, without its launch.
 

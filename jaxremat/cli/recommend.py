@@ -12,10 +12,10 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing fits on any of the devices
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxremat.chips.catalog import bundled_names, check_installed, chip_of, describe
 from jaxremat.cli.command import flags_command
@@ -29,10 +29,18 @@ from jaxremat.session.request import MESH_AUTO, requested_model, without_maxtext
 from jaxremat.session.session import note
 from jaxremat.system.files import cache_folder, check_outputs, named_by
 from jaxremat.trial.queue import SweepTrial, answer_of, outcome_of
-from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, fastest, recommendation
-from jaxremat.trial.record import Record
+from jaxremat.trial.recommendation import (
+    NONE_TEXT,
+    RecommendationRecord,
+    fastest,
+    flops_per_token,
+    recommendation,
+    share_between,
+)
+from jaxremat.trial.record import Record, TrialRecord
 
 if TYPE_CHECKING:
+    from jaxremat.chips.speed import DeviceSpeed
     from jaxremat.trial.store import Store
 
 _DEVICES = (1, 8, 16, 64)
@@ -49,12 +57,14 @@ class Cell:
         num_devices: how many of them.
         flags: the flags of its trials, without a policy.
         trials: by policy, its trial.
+        speed: the rates of one of them, by which a slower cell is left out. None for a cell that has a row in any case.
     """
 
     target: str
     num_devices: int
     flags: RunFlags
     trials: dict[str, SweepTrial]
+    speed: "DeviceSpeed | None" = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def recommend(flags: RecommendFlags) -> int:
     """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
 
+    Unless targets are named, cells that can't be the best are left out.
     The rows whose trials are finished are shown even if an interrupt or an error ends the command.
     """
     flags = replace(flags, out=flags.out or in_cache())
@@ -73,9 +84,12 @@ def recommend(flags: RecommendFlags) -> int:
     cells = cells_of(flags)
     with store_of(flags) as store:
         try:
-            run_trials(flags, store, list({one.key: one for cell in cells for one in cell.trials.values()}.values()), note)
-            if of_none := [trial for cell in cells if (trial := none_trial(store, cell))]:
-                run_trials(flags, store, of_none, note)
+            for turn in turns(store, cells, prices):
+                run_trials(
+                    flags, store, list({one.key: one for cell in turn for one in cell.trials.values()}.values()), note
+                )
+                if of_none := [trial for cell in turn if (trial := none_trial(store, cell))]:
+                    run_trials(flags, store, of_none, note)
         finally:
             rows = rows_of(store, cells, prices)
             show(flags, rows, is_complete=len(rows) == len(cells))
@@ -83,6 +97,50 @@ def recommend(flags: RecommendFlags) -> int:
     if any(row.fits for row in rows):
         return int(any(outcome_of(records) in _BROKE for records in ended))
     return 1 if any(row.error for row in rows) else 3
+
+
+def turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[Cell]]:
+    """The cells to compile, those that have a row in any case first, and of each number of devices the most promising one.
+
+    Those of the other ones follow that may be better than its answer.
+    """
+    waiting = sorted(cells, key=lambda cell: -_promise(cell, prices))
+    while waiting := [cell for cell in waiting if bound_of(store, cell, cells, prices) is None]:
+        answered = {cell.num_devices for cell in cells if _answer(store, cell)}
+        first = {cell.num_devices: cell for cell in reversed(waiting)}
+        turn = [one for one in waiting if not one.speed or one is first[one.num_devices] or one.num_devices in answered]
+        yield turn
+        waiting = [cell for cell in waiting if cell not in turn]
+
+
+def bound_of(store: "Store", cell: Cell, cells: Sequence[Cell], prices: dict[str, float]) -> float | None:
+    """The most tokens per second of all devices of a cell that is left out. None for the others.
+
+    A cell is left out if as many other devices have an answer that is faster for sure, or with prices, cheaper: even if all
+    kernels of the cell were as fast as its fastest matmul, and took the least time of its interval.
+    """
+    others = {
+        other.target: found for other in cells if other.num_devices == cell.num_devices if (found := _answer(store, other))
+    }
+    if cell.speed is None or not others or _records(store, cell):
+        return None
+
+    def value(target: str, rate: float) -> float:
+        return rate / prices[target] if target in prices else 0.0 if prices else rate
+
+    best, answer = max(others.items(), key=lambda one: value(one[0], one[1].rate))
+    needed = flops_per_token(answer)
+    if not needed:
+        return None
+    most = cell.speed.most_flops_per_s / needed
+    apart = 1 + share_between(cell.speed.interval, answer.predicted_interval)
+    return cell.num_devices * most if apart * value(cell.target, most) < value(best, answer.rate) else None
+
+
+def _promise(cell: Cell, prices: dict[str, float]) -> float:
+    """What a cell's matmuls promise: their speed, or with prices, their speed for the price."""
+    flops = cell.speed.most_flops_per_s if cell.speed else 0.0
+    return flops / prices[cell.target] if cell.target in prices else 0.0 if prices else flops
 
 
 def in_cache() -> Path:
@@ -137,7 +195,13 @@ def cells_of(flags: RecommendFlags) -> list[Cell]:
         found = {policy: trial_of(replace(of_cell, policy=(policy,)), around) for policy in policies}
         checked += [((policy,), one) for policy, one in found.items()]
         trials = {policy: trial for policy, (trial, _) in found.items()}
-        cells.append(Cell(describe(target)[0], num_devices, of_cell, trials))
+        name, described = describe(target)
+        speed = (
+            None
+            if flags.target
+            else chip_of(target).speed(described, None if num_devices == 1 else parse_mesh(None, num_devices))
+        )
+        cells.append(Cell(name, num_devices, of_cell, trials, speed))
     check_some_valid(checked)
     check_installed(_targets(flags))
     nodes = [mesh.nodes for one in cells if (mesh := parse_mesh(None, one.flags.devices))]
@@ -164,14 +228,18 @@ def none_trial(store: "Store", cell: Cell) -> SweepTrial | None:
 
     None if there is no answer, or if `none` was requested and its own answer is on that mesh.
     """
-    answers = {policy: answer_of(records) for policy, records in _records(store, cell).items()}
-    best, requested = fastest(answers.values()), answers.get(NONE_TEXT)
+    best, requested = _answer(store, cell), answer_of(_records(store, cell).get(NONE_TEXT, ()))
     if best is None or (requested and requested.mesh == best.mesh):
         return None
     of_auto = {"mesh": best.mesh, "devices": cell.num_devices if best.mesh else None}
     on_mesh = of_auto if cell.flags.mesh == MESH_AUTO else {}
     flags = replace(cell.flags, **on_mesh, policy=(NONE_TEXT,), xla_preset=(best.xla_preset,))
     return trial_of(flags, surroundings())[0]
+
+
+def _answer(store: "Store", cell: Cell) -> TrialRecord | None:
+    """The fastest answer of a cell."""
+    return fastest(answer_of(records) for records in _records(store, cell).values())
 
 
 def _records(store: "Store", cell: Cell) -> dict[str, tuple[Record, ...]]:
@@ -193,6 +261,9 @@ def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> 
         if records.keys() >= cell.trials.keys():
             about, none = (model, cell.target, cell.num_devices), _none_records(store, cell)
             rows.append(recommendation(*about, records, prices.get(cell.target), none=none))
+        elif (bound := bound_of(store, cell, cells, prices)) is not None:
+            known: dict[str, Any] = {"model": model, "target": cell.target, "num_devices": cell.num_devices}
+            rows.append(RecommendationRecord(**known, price_per_hour=prices.get(cell.target), bound_tokens_per_s=bound))
     return rows
 
 

@@ -12,7 +12,7 @@ from jaxremat.chips.speed import COMPARED_GPUS
 from jaxremat.report import policy_text
 from jaxremat.report.steps import TIED, short_number, steps_table
 from jaxremat.report.table import interval_text
-from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord
+from jaxremat.trial.recommendation import NONE_TEXT, RecommendationRecord, share_between
 from jaxremat.trial.ties import ties
 
 #: On narrower lines, columns of costs have room only if one space is between them.
@@ -63,15 +63,10 @@ def _tied(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[Recomm
 
 
 def _error(best: RecommendationRecord, row: RecommendationRecord) -> float:
-    """By which share a row may be faster beside the best one.
-
-    Two kinds of devices have errors of their own: the best one may take the most time of its interval, and the row the least of
-    its own.
-    """
+    """By which share a row may be faster beside the best one."""
     if best.target == row.target:
         return best.paired_error or 0.0
-    (_, high), (low, _) = best.predicted_interval or (0.0, 0.0), row.predicted_interval or (0.0, 0.0)
-    return (1 + high) / (1 + low) - 1
+    return share_between(row.predicted_interval, best.predicted_interval)
 
 
 def policies_in_full(rows: Sequence[RecommendationRecord]) -> list[str]:
@@ -116,6 +111,21 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
     return said
 
 
+def _left_out(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
+    """For each number of devices, how many kinds were left out, and the most that one of them could reach."""
+    said, what = list[str](), "cheaper" if by_cost else "faster"
+    for number in dict.fromkeys(row.num_devices for row in rows if row.bound_tokens_per_s is not None):
+        left_out = [row for row in rows if row.num_devices == number and row.bound_tokens_per_s is not None]
+        best = max(left_out, key=lambda row: row.bound_tokens_per_s or 0.0)
+        devices = f"{number} {_device(left_out)}{'s' if number > 1 else ''}"
+        kinds = f"{len(left_out)} other {'kinds' if len(left_out) > 1 else 'kind'}"
+        most = f"at most {best.bound_tokens_per_s:,.0f} {best.counted}/s ({best.target})"
+        said.append(f"Left out: {devices} of {kinds} can't be {what} than the best of them: {most}.")
+    if said:
+        said.append("That is as if all kernels were as fast as the fastest matmul. --target NAME compiles for one of them.")
+    return said
+
+
 def _place(what: str, rows: Sequence[RecommendationRecord], *, by_cost: bool) -> str:
     """`The fastest`, or `One of the 3 fastest` where predicted times don't tell them apart."""
     tied = _tied(rows, by_cost=by_cost)
@@ -150,5 +160,6 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     if num_states := sum(row.over_bytes is not None and row.batch is None for row in rows):
         state = "Their parameters and optimizer state alone are over the budget, and nothing was compiled."
         said.append(f"Rows without a batch: {num_states}. {state}")
+    said += _left_out(rows, by_cost=by_cost)
     failed = [("Left out" if row.total_bytes is None else "Failed", row) for row in rows if row.error]
     return [*said, *(f"{how}, {row.num_devices} x {row.target}: {row.error}" for how, row in failed)]

@@ -55,6 +55,8 @@ class RecommendationRecord(AnyRecord):
         price_per_hour: price of one GPU.
         hours_per_billion: hours of all GPUs for a billion tokens.
         cost_per_billion: what these cost.
+        bound_tokens_per_s: of a row that was left out, the most tokens per second of all devices. Rows of as many other devices
+            have more.
         error: why trials failed.
     """
 
@@ -85,6 +87,7 @@ class RecommendationRecord(AnyRecord):
     price_per_hour: float | None = None
     hours_per_billion: float | None = None
     cost_per_billion: float | None = None
+    bound_tokens_per_s: float | None = None
     error: str | None = None
 
 
@@ -133,6 +136,22 @@ def recommendation(
 def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
     """The answer of the most tokens per second among those that fit. None if none does."""
     return max((row for row in answers if row and row.outcome == "ok"), key=lambda row: row.rate, default=None)
+
+
+def flops_per_token(row: TrialRecord) -> float | None:
+    """The FLOPs that a device needs for a token, without recomputation. None where they aren't known."""
+    needed = min(filter(None, (row.base_flops, row.model_flops)), default=None)
+    return needed / (row.step_s * row.rate) if needed and row.step_s and row.rate else None
+
+
+def share_between(slower: tuple[float, float] | None, faster: tuple[float, float] | None) -> float:
+    """By which share one rate may be below another one before it is the lower one for sure.
+
+    Two kinds of devices have errors of their own: a step of the faster one may take the most time of its interval, and that of
+    the slower one the least.
+    """
+    (_, high), (low, _) = faster or (0.0, 0.0), slower or (0.0, 0.0)
+    return (1 + high) / (1 + low) - 1
 
 
 def _of_step(row: TrialRecord) -> dict[str, Any]:
