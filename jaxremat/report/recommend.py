@@ -112,18 +112,21 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
 
 
 def _left_out(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
-    """For each number of devices, how many kinds were left out, and the most that one of them could reach."""
-    said, what = list[str](), "cheaper" if by_cost else "faster"
-    for number in dict.fromkeys(row.num_devices for row in rows if row.bound_tokens_per_s is not None):
-        left_out = [row for row in rows if row.num_devices == number and row.bound_tokens_per_s is not None]
-        best = max(left_out, key=lambda row: row.bound_tokens_per_s or 0.0)
-        devices = f"{number} {_device(left_out)}{'s' if number > 1 else ''}"
-        kinds = f"{len(left_out)} other {'kinds' if len(left_out) > 1 else 'kind'}"
-        most = f"at most {best.bound_tokens_per_s:,.0f} {best.counted}/s ({best.target})"
-        said.append(f"Left out: {devices} of {kinds} can't be {what} than the best of them: {most}.")
-    if said:
-        said.append("That is as if all kernels were as fast as the fastest matmul. --target NAME compiles for one of them.")
-    return said
+    """How many kinds were left out by number of devices, and the most that one of them could reach."""
+    left_out = [row for row in rows if row.bound_tokens_per_s is not None]
+    device, parts = _device(left_out), list[str]()
+    for number in dict.fromkeys(row.num_devices for row in left_out):
+        beside = [row for row in left_out if row.num_devices == number]
+        best = max(beside, key=lambda row: row.bound_tokens_per_s or 0.0)
+        kinds = f"{number} {device}{'s' if number > 1 else ''} of {len(beside)} other kind{'s' if len(beside) > 1 else ''}"
+        parts.append(f"{kinds} (at most {best.bound_tokens_per_s:,.0f} {best.counted}/s, {best.target})")
+    if not parts:
+        return []
+    why = f"By their interval they can't be the {'cheapest' if by_cost else 'fastest'} of as many {device}s"
+    return [
+        f"Left out: {'; '.join(parts)}.",
+        f"{why}, even if all their kernels were as fast as their fastest matmul. --target NAME compiles for one of them.",
+    ]
 
 
 def _place(what: str, rows: Sequence[RecommendationRecord], *, by_cost: bool) -> str:
