@@ -85,13 +85,13 @@ def test_a_line_has_the_numbers_that_are_known():
 
 
 @pytest.mark.parametrize(("first_s", "expected"), [(152.0, [1, 152, 19]), (29.0, [])])
-def test_a_slow_first_compile_says_once_how_a_plan_takes_fewer(first_s, expected, monkeypatch):
+def test_a_slow_first_compile_says_once_how_a_plan_takes_fewer(first_s, expected):
     now, notes, shown = [7.0], list[str](), list[str]()
-    monkeypatch.setattr("jaxremat.session.answers.time.monotonic", lambda: now[0])
+    compiles = Compiles(clock=lambda: now[0], at_most=19)
     listener = Listener(lambda record: None, progress=shown.append, note=notes.append)
     on_compile = _says_how_to_compile_less(listener, "auto")
-    for number in (1, 2, 3):
-        on_compile("nothing", 8, Compile(number, 19))
+    for _ in range(3):
+        on_compile("nothing", 8, compiles.next())
         now[0] += first_s
     assert len(shown) == 3
     assert [numbers(note.partition(". ")[0]) for note in notes] == [expected] * bool(expected)

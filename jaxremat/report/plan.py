@@ -56,7 +56,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     takes = f"Recomputing, writing and reading residuals takes {_ms(plan.recompute_s)} of the step's {_ms(plan.step_s)}"
     return [
         *sentences,
-        f"The model expected {gib(plan.predicted_total_bytes)} ({off:+.1f}%).",
+        f"The model expected {gib(plan.predicted_total_bytes)} ({off:+z.1f}%).",
         f"{takes}, by the model{_bound(plan, plan.recompute_s)}.",
     ]
 

@@ -11,7 +11,7 @@ compiles.next()          # 2 seconds later: Compile(number=3, at_most=5, rest_s=
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,14 @@ class Compile:
             before the second compile, and where `at_most` isn't known.
         estimate: the largest batch that fits, as the compiles before predict it. None before the second compile, and where the
             batch is given.
+        taken_s: seconds since the first compile started.
     """
 
     number: int
     at_most: int | None = None
     rest_s: float | None = None
     estimate: int | None = None
+    taken_s: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -74,11 +76,9 @@ class Compiles:
 
     def next(self) -> Compile:
         """The compile that starts now."""
-        done, now = self.number, self.clock()
+        done, taken_s = self.number, self.taken_s
         if not done:
-            self.started_s = now
+            self.started_s = self.clock()
         self.number += 1
-        if self.at_most is None or not done:
-            return Compile(self.number, self.at_most, estimate=self.estimate)
-        rest_s = (self.at_most - done) * (now - self.started_s) / done
-        return Compile(self.number, self.at_most, rest_s, self.estimate)
+        rest_s = None if self.at_most is None or not done else (self.at_most - done) * taken_s / done
+        return Compile(self.number, self.at_most, rest_s, self.estimate, taken_s)

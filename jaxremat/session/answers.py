@@ -305,13 +305,12 @@ def _says_how_to_compile_less(listener: Listener, what: str) -> OnCompile:
 
     After a first compile of more than `SLOW_S` seconds, it says once that a plan for one batch takes fewer compiles.
     """
-    says, started = _says(listener, what), list[float]()
+    says = _says(listener, what)
 
     def on_compile(policy: str, batch: int, compile: Compile) -> None:
-        started.append(time.monotonic())
-        if len(started) == compile.number == 2 and (first_s := started[1] - started[0]) > SLOW_S:
+        if compile.number == 2 and compile.taken_s > SLOW_S:
             listener.note(
-                f"{what}: compile 1 took {first_s:.0f} s, of at most {compile.at_most} compiles. "
+                f"{what}: compile 1 took {compile.taken_s:.0f} s, of at most {compile.at_most} compiles. "
                 "A plan for one batch, such as --batch 8, takes fewer"
             )
         says(policy, batch, compile)
