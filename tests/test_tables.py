@@ -16,6 +16,7 @@ from experiments.common import RESULTS
 from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.nvidia.tables import PEAKS, load_tables
+from jaxremat.chips.speed import CLASSES
 from jaxremat.chips.tables import Attention, Product, Tables
 from jaxremat.mesh.axes import MeshShape
 from jaxremat.xla.clock import predict_step_time
@@ -58,6 +59,22 @@ def test_a_small_product_takes_no_longer_than_a_padded_one(generation, dtype):
 
     for m, n, k in itertools.product((1, 8, 10, 100, 256, 3000), repeat=3):
         assert seconds(m, n, k) <= seconds(max(m, 256), max(n, 256), max(k, 256)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("gpu", "devices"), [("h100-80gb", 1), ("b200", 8), ("a100-80gb", 8)])
+def test_no_kernel_is_faster_than_the_fastest_one(gpu, devices):
+    """`recommend` leaves out GPUs by it."""
+    speed = speed_of(load_gpu(gpu)[1], MeshShape(fsdp=devices) if devices > 1 else None)
+    assert speed
+    sizes = (1, 8, 100, 256, 1000, 2048, 5000, 16384, 10**6)
+    products = [Product(batch, m, n, k) for batch, m, n, k in itertools.product((1, 8, 300), sizes, sizes, sizes)]
+    attentions = [
+        Attention(way, head, length) for way in ("forward", "backward") for head in (32, 64, 256) for length in sizes
+    ]
+    rates = [speed.kernel_flops_per_s(dtype, "matmul", of, None) for of in products for dtype in ("bf16", "f32", "f16")]
+    rates += [speed.kernel_flops_per_s("bf16", "attention", None, of) for of in attentions]
+    rates += [speed.flops_per_s("bf16", one) for one in CLASSES]
+    assert 0.95 * speed.most_flops_per_s <= speed.training_share * max(rates) <= speed.most_flops_per_s * (1 + 1e-9)
 
 
 def test_what_lies_on_the_grid_and_around_it():

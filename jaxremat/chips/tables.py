@@ -68,11 +68,13 @@ class Grid:
     def at(self, sizes: Sequence[int]) -> float:
         """The rate at some sizes. Its logarithm is linear in that of each size between two points.
 
-        Below the smallest size the line is extended, but a product takes no longer than one that is padded to that size.
+        Below the smallest size the line is extended. But a product takes no longer than one that is padded to that size, and has no
+        higher rate.
         """
         smallest = [max(size, axis[0]) for axis, size in zip(self.axes, sizes, strict=True)]
-        padded = self._on_line(smallest) * math.prod(sizes) / math.prod(smallest)
-        return max(padded, self._on_line(sizes)) if smallest != [*sizes] else padded
+        most = self._on_line(smallest)
+        padded = most * math.prod(sizes) / math.prod(smallest)
+        return min(most, max(padded, self._on_line(sizes)))
 
     def _on_line(self, sizes: Sequence[int]) -> float:
         around = []
