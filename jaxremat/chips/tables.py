@@ -68,8 +68,8 @@ class Grid:
     def at(self, sizes: Sequence[int]) -> float:
         """The rate at some sizes. Its logarithm is linear in that of each size between two points.
 
-        Below the smallest size the line is extended. But a product takes no longer than one that is padded to that size, and has no
-        higher rate.
+        Below the smallest size the line is extended. But a product takes no longer than one that is padded to that size, and its
+        rate is no higher.
         """
         smallest = [max(size, axis[0]) for axis, size in zip(self.axes, sizes, strict=True)]
         most = self._on_line(smallest)
