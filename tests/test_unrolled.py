@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxremat.answer.planned import is_better
 from jaxremat.planner.places import WORTH
-from jaxremat.planner.plan import Plan, find_plans, is_better
+from jaxremat.planner.plan import Plan, find_plans
 from jaxremat.planner.steps import SPARSE, Cost, Steps
 from jaxremat.policy.spec import NOTHING, Policy, Rule
 from tests.planner_formula import LAYERS, Xla, find_plan, layer_at

@@ -149,7 +149,7 @@ def _plan(
             return replace(answer, rejected=unrolled.rejected)
         other = one.planned(unrolled.plan)
         if isinstance(unrolled.plan, Plan) and isinstance(found.plan, Plan):
-            if _is_better(unrolled.plan, found.plan, options["objective"]):
+            if is_better(unrolled.plan, found.plan, options["objective"]):
                 if found.bound is not None:
                     answer = replace(answer, most_share=found.bound * unrolled.plan.cost.step_s / unrolled.plan.batch)
                 return replace(other, others=(answer,))
@@ -157,7 +157,7 @@ def _plan(
     return answer
 
 
-def _is_better(one: Plan, other: Plan, objective: Objective) -> bool:
+def is_better(one: Plan, other: Plan, objective: Objective) -> bool:
     """Whether a plan has fewer bytes or more samples per second than another one."""
     if objective == "memory":
         return one.cost.total_bytes < other.cost.total_bytes

@@ -229,7 +229,10 @@ class DeviceSpeed:
 
     @property
     def most_flops_per_s(self) -> float:
-        """The most FLOP/s that a kernel is predicted to reach, whatever its shapes and the type of its elements."""
+        """The most FLOP/s that a kernel is predicted to reach.
+
+        It is of any shapes and any type of elements.
+        """
         measured = self.tables.most_share if self.tables else 0.0
         share = max(measured, *(of_class for _, of_class in self.calibration.flops_share))
         return self.training_share * share * max(self.peak_flops(dtype) for dtype in ("bf16", "f16", "f32"))

@@ -75,8 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def recommend(flags: RecommendFlags) -> int:
     """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
 
-    Unless targets are named, cells that can't be the best are left out.
-    The rows whose trials are finished are shown even if an interrupt or an error ends the command.
+    Unless targets are named, cells that can't be the best are left out. The rows whose trials are finished are shown even if an interrupt or an error ends the command.
     """
     flags = replace(flags, out=flags.out or in_cache())
     check_outputs(flags)
@@ -85,9 +84,8 @@ def recommend(flags: RecommendFlags) -> int:
     with store_of(flags) as store:
         try:
             for turn in turns(store, cells, prices):
-                run_trials(
-                    flags, store, list({one.key: one for cell in turn for one in cell.trials.values()}.values()), note
-                )
+                of_turn = {one.key: one for cell in turn for one in cell.trials.values()}
+                run_trials(flags, store, list(of_turn.values()), note)
                 if of_none := [trial for cell in turn if (trial := none_trial(store, cell))]:
                     run_trials(flags, store, of_none, note)
         finally:
@@ -100,9 +98,10 @@ def recommend(flags: RecommendFlags) -> int:
 
 
 def turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[Cell]]:
-    """The cells to compile, those that have a row in any case first, and of each number of devices the most promising one.
+    """The cells to compile, in turns.
 
-    Those of the other ones follow that may be better than its answer.
+    First come those that have a row in any case, and the most promising one of each number of devices. Then come the others that
+    may be better than its answer.
     """
     waiting = sorted(cells, key=lambda cell: -_promise(cell, prices))
     while waiting := [cell for cell in waiting if bound_of(store, cell, cells, prices) is None]:

@@ -112,7 +112,10 @@ def best_sentences(rows: Sequence[RecommendationRecord], *, by_cost: bool, is_co
 
 
 def _left_out(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[str]:
-    """How many kinds were left out by number of devices, and the most that one of them could reach."""
+    """By number of devices, how many kinds were left out.
+
+    It says the most that one of them could reach, and why.
+    """
     left_out = [row for row in rows if row.bound_tokens_per_s is not None]
     device, parts = _device(left_out), list[str]()
     for number in dict.fromkeys(row.num_devices for row in left_out):

@@ -139,7 +139,10 @@ def fastest(answers: Iterable[TrialRecord | None]) -> TrialRecord | None:
 
 
 def flops_per_token(row: TrialRecord) -> float | None:
-    """The FLOPs that a device needs for a token, without recomputation. None where they aren't known."""
+    """The FLOPs that a device needs for a token, without recomputation.
+
+    None where they aren't known.
+    """
     needed = min(filter(None, (row.base_flops, row.model_flops)), default=None)
     return needed / (row.step_s * row.rate) if needed and row.step_s and row.rate else None
 
