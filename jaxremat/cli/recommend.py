@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def recommend(flags: RecommendFlags) -> int:
     """Runs the trials that aren't in the store, shows the rows, and returns the exit code.
 
-    Unless targets are named, cells that can't be the best are left out. The rows whose trials are finished are shown even if an interrupt or an error ends the command.
+    Unless targets are named, cells that can't be the best are left out. The rows whose trials are finished are shown even if an
+    interrupt or an error ends the command.
     """
     flags = replace(flags, out=flags.out or in_cache())
     check_outputs(flags)
