@@ -12,7 +12,7 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.price_file import read_prices
 from jaxremat.cli.recommend import Cell, cells_of, main, none_trial, rows_of, show, turns
 from jaxremat.errors import UsageError
-from jaxremat.report.recommend import best_sentences, ranked
+from jaxremat.report.recommend import best_sentences, explanations, ranked
 from jaxremat.session.flags import RecommendFlags
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.details import ComparedMesh
@@ -375,8 +375,11 @@ def test_with_prices_what_cannot_be_cheaper_is_left_out(of_all_gpus, tmp_path):
             "270 for the price of a second may be 322, and 300 may be 258; 195 of gb200 are 232"
         )
         answered(store, h100, 300.0)
-        left_out = [row for row in rows_of(store, alone, prices) if row.bound_tokens_per_s]
-    assert len(left_out) == 19, "what has no price is never the cheapest"
+        rows = rows_of(store, alone, prices)
+    assert sum(row.bound_tokens_per_s is not None for row in rows) == 19, "what has no price is never the cheapest"
+    said = " ".join(explanations(rows, by_cost=True))
+    assert "Left out: 1 GPU of 1 other kind (at most 1,9" in said
+    assert "No price, and so left out: a100-40gb" in said
 
 
 def test_named_gpus_are_never_left_out(monkeypatch, tmp_path):

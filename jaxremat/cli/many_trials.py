@@ -130,7 +130,8 @@ class TrialsProgress:
         self._seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
         done = self._num_trials - len(self._left_by_key)
         of_shard = f" (shard {shard})" if shard else ""
-        progress.line(f"{len(trials)} trials{of_shard}, {done} of them done before; records go to {store.path}")
+        number = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}"
+        progress.line(f"{number}{of_shard}, {done} of them done before; records go to {store.path}")
 
     def on_start(self, trial: "SweepTrial") -> None:
         """Prints that a trial starts in this command."""

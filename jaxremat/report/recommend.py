@@ -116,7 +116,7 @@ def _left_out(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list[st
 
     It says the most that one of them could reach, and why.
     """
-    left_out = [row for row in rows if row.bound_tokens_per_s is not None]
+    left_out = [row for row in rows if row.bound_tokens_per_s and not (by_cost and row.price_per_hour is None)]
     device, parts = _device(left_out), list[str]()
     for number in dict.fromkeys(row.num_devices for row in left_out):
         beside = [row for row in left_out if row.num_devices == number]
@@ -162,7 +162,8 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     if by_cost:
         said.append(f"Hours and cost are those of a billion {rate}.")
     if by_cost and (unpriced := dict.fromkeys(row.target for row in rows if row.price_per_hour is None)):
-        said.append(f"No price: {', '.join(unpriced)}.")
+        left_out = ", and so left out" if any(row.bound_tokens_per_s and row.price_per_hour is None for row in rows) else ""
+        said.append(f"No price{left_out}: {', '.join(unpriced)}.")
     if num_states := sum(row.over_bytes is not None and row.batch is None for row in rows):
         state = "Their parameters and optimizer state alone are over the budget, and nothing was compiled."
         said.append(f"Rows without a batch: {num_states}. {state}")
