@@ -185,6 +185,7 @@ REJECTED: dict[type[JaxrematError], str] = {
     UnknownPolicyError: """
         run --policy dotts
         explain --policy dots,nothing
+        run --policy dots,attention
         run --policy remat_policy=full
         run --policy remat_policy:full
         run --policy Dots

@@ -157,12 +157,12 @@ def _unknown_policy(term: str, text: str) -> UnknownPolicyError:
     if of_maxtext and word in (*RULES, *ALIASES):
         return UnknownPolicyError(f"unknown {where}", allowed=f"{word} alone", next_step=f"did you mean {word!r}?")
     if "," in term and not {*":("} & {*term}:
-        several = " ".join(part.strip() for part in term.split(","))
-        return UnknownPolicyError(
-            f"unknown {where}",
-            allowed=f"{_allowed()}, one each",
-            next_step=f"several policies have blanks between them: {several}",
-        )
+        parts = [part.strip() for part in term.split(",")]
+        others = [part for part in parts if part != "attention"]
+        several = f"several policies have blanks between them: {' '.join(parts)}"
+        added = f"attention is added to a policy: {'+'.join((*others, 'attention'))}"
+        next_step = added if len(others) == 1 < len(parts) else several
+        return UnknownPolicyError(f"unknown {where}", allowed=f"{_allowed()}, one each", next_step=next_step)
     words = dict.fromkeys(form.pattern.partition(":")[0] for form in forms() if form.pattern[0].islower())
     first = [form.example for form in forms() if form.pattern.startswith(f"{word}:")]
     return UnknownPolicyError(
