@@ -327,6 +327,7 @@ def answered(store: Store, cell: Cell, tokens_per_s: float, total_gib: int = 50)
     flops = round(1e12 * tokens_per_s * 2)
     known = {"target": cell.target, "num_devices": cell.num_devices, "step_s": 2.0, "step_source": "predicted"}
     known |= {"model_flops": flops, "base_flops": 2 * flops, "predicted_interval": (-0.16, 0.16)}
+    known |= {"loss": "chunked", "layout": "loop"}
     store.append([step("dots", tokens_per_s, total_gib, **known)], cell.trials["dots"].key)
 
 
@@ -361,6 +362,7 @@ def test_gpus_whose_matmuls_are_too_slow_are_left_out(of_all_gpus, tmp_path, cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "Left out: 1 GPU of 17 other kinds (at most 813 tokens/s, gh200). By their interval" in printed
     assert "a10g" not in printed
+    assert "Layers are in a loop, and the loss is chunked." in printed
 
 
 def test_with_prices_what_cannot_be_cheaper_is_left_out(of_all_gpus, tmp_path):
