@@ -362,7 +362,7 @@ def test_gpus_whose_matmuls_are_too_slow_are_left_out(of_all_gpus, tmp_path, cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "Left out: 1 GPU of 17 other kinds (at most 813 tokens/s, gh200). By their interval" in printed
     assert "a10g" not in printed
-    assert "Layers are in a loop, and the loss is chunked." in printed
+    assert "Layers are in a scan, and the loss is chunked." in printed
 
 
 def test_with_prices_what_cannot_be_cheaper_is_left_out(of_all_gpus, tmp_path):

@@ -146,8 +146,8 @@ def explanations(rows: Sequence[RecommendationRecord], *, by_cost: bool) -> list
     """What the columns mean, how sure the numbers are, and why some rows are missing."""
     rate, device = _unit(rows), _device(rows)
     said = [f"GiB and batch are those of one {device}; {rate}/s are those of all {device}s of a row, predicted."]
-    if in_loops := {row.loss for row in rows if row.fits and row.layout == "loop"}:
-        how = "in a loop, and the loss is chunked" if in_loops == {"chunked"} else "in a loop"
+    if in_scans := {row.loss for row in rows if row.fits and row.layout == "loop"}:
+        how = "in a scan, and the loss is chunked" if in_scans == {"chunked"} else "in a scan"
         said.append(f"Layers are {how}. Unrolled ones compile longer and may be faster: --scan-layers auto.")
     shown = {row.target: row.predicted_interval for row in rows if row.mesh and row.fits and row.predicted_interval}
     if took := " or ".join(sorted({interval_text(of) for target, of in shown.items() if chip_of(target).is_gpu})):
