@@ -104,43 +104,50 @@ def turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> It
     First come those that have a row in any case, and the most promising one of each number of devices. Then come the others that
     may be better than its answer.
     """
-    waiting = sorted(cells, key=lambda cell: -_promise(cell, prices))
-    while waiting := [cell for cell in waiting if bound_of(store, cell, cells, prices) is None]:
-        answered = {cell.num_devices for cell in cells if _answer(store, cell)}
+    waiting = sorted(
+        cells, key=lambda cell: -_worth(cell.target, cell.speed.most_flops_per_s if cell.speed else 0.0, prices)
+    )
+    while waiting:
+        best = best_answers(store, cells, prices)
+        waiting = [cell for cell in waiting if _records(store, cell) or bound_of(cell, best, prices) is None]
         first = {cell.num_devices: cell for cell in reversed(waiting)}
-        turn = [one for one in waiting if not one.speed or one is first[one.num_devices] or one.num_devices in answered]
-        yield turn
+        turn = [one for one in waiting if not one.speed or one is first[one.num_devices] or one.num_devices in best]
+        if turn:
+            yield turn
         waiting = [cell for cell in waiting if cell not in turn]
 
 
-def bound_of(store: "Store", cell: Cell, cells: Sequence[Cell], prices: dict[str, float]) -> float | None:
-    """The most tokens per second of all devices of a cell that is left out. None for the others.
+def _worth(target: str, rate: float, prices: dict[str, float]) -> float:
+    """A device's rate, or with prices, its rate for the price. 0 where it has none."""
+    return rate / prices[target] if target in prices else 0.0 if prices else rate
 
-    A cell is left out if as many other devices have an answer that is faster for sure, or with prices, cheaper: even if all
+
+def best_answers(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> dict[int, tuple[str, TrialRecord]]:
+    """By number of devices, the target and the record of the best answer.
+
+    It is the fastest one, or with prices, the cheapest.
+    """
+    found = [(cell, answer) for cell in reversed(cells) if (answer := _answer(store, cell))]
+    found.sort(key=lambda one: _worth(one[0].target, one[1].rate, prices))
+    return {cell.num_devices: (cell.target, answer) for cell, answer in found}
+
+
+def bound_of(cell: Cell, best: dict[int, tuple[str, TrialRecord]], prices: dict[str, float]) -> float | None:
+    """The most tokens per second of all devices of a cell that can't be the best.
+
+    None for the others.
+
+    It can't be the best if as many other devices have an answer that is faster for sure, or with prices, cheaper: even if all
     kernels of the cell were as fast as its fastest matmul, and took the least time of its interval.
     """
-    others = {
-        other.target: found for other in cells if other.num_devices == cell.num_devices if (found := _answer(store, other))
-    }
-    if cell.speed is None or not others or _records(store, cell):
-        return None
-
-    def value(target: str, rate: float) -> float:
-        return rate / prices[target] if target in prices else 0.0 if prices else rate
-
-    best, answer = max(others.items(), key=lambda one: value(one[0], one[1].rate))
-    needed = flops_per_token(answer)
-    if not needed:
+    target, answer = best.get(cell.num_devices, ("", None))
+    needed = flops_per_token(answer) if answer else None
+    if cell.speed is None or answer is None or not needed:
         return None
     most = cell.speed.most_flops_per_s / needed
     apart = 1 + share_between(cell.speed.interval, answer.predicted_interval)
-    return cell.num_devices * most if apart * value(cell.target, most) < value(best, answer.rate) else None
-
-
-def _promise(cell: Cell, prices: dict[str, float]) -> float:
-    """What a cell's matmuls promise: their speed, or with prices, their speed for the price."""
-    flops = cell.speed.most_flops_per_s if cell.speed else 0.0
-    return flops / prices[cell.target] if cell.target in prices else 0.0 if prices else flops
+    is_worse = apart * _worth(cell.target, most, prices) < _worth(target, answer.rate, prices)
+    return cell.num_devices * most if is_worse else None
 
 
 def in_cache() -> Path:
@@ -255,13 +262,13 @@ def _none_records(store: "Store", cell: Cell) -> tuple[Record, ...]:
 
 def rows_of(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> list[RecommendationRecord]:
     """The rows whose trials are in the store. The `none_trial` of a row may still be missing."""
-    rows = []
+    rows, best = [], best_answers(store, cells, prices)
     for cell in cells:
         records, (model, *_) = _records(store, cell), [trial.model for trial in cell.trials.values()]
         if records.keys() >= cell.trials.keys():
             about, none = (model, cell.target, cell.num_devices), _none_records(store, cell)
             rows.append(recommendation(*about, records, prices.get(cell.target), none=none))
-        elif (bound := bound_of(store, cell, cells, prices)) is not None:
+        elif not records and (bound := bound_of(cell, best, prices)) is not None:
             known: dict[str, Any] = {"model": model, "target": cell.target, "num_devices": cell.num_devices}
             rows.append(RecommendationRecord(**known, price_per_hour=prices.get(cell.target), bound_tokens_per_s=bound))
     return rows

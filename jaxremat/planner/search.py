@@ -184,8 +184,8 @@ class Search:
         scan, losses = self.scan, self.known.losses
         for loss in losses:
             if loss not in scan.curves:
-                known = best_place(scan, False) if any(curve.is_line for curve in scan.curves.values()) else None
-                yield Proposal(scan, NOTHING, Place(loss, known.batch if known else scan.start or scan.reference))
+                other = best_place(scan, False) if any(curve.is_line for curve in scan.curves.values()) else None
+                yield Proposal(scan, NOTHING, Place(loss, other.batch if other else scan.start or scan.reference))
         yield self._dispute() if len(scan.batches) > 1 else None
         for loss in losses:
             if loss in scan.curves and (batch := self._second_batch(loss)):
@@ -331,7 +331,6 @@ class Search:
         found = (policy for policy in (NOTHING, *groups, steps.least[-1]) if (policy, place) not in known.tried)
         return next((Proposal(known, policy, place) for policy in found), None)
 
-    # How many compiles are to come.
     @property
     def _max_candidates(self) -> int:
         return _MAX_CANDIDATES if self.known.scanned or len(self.known.batches) > 1 else _MAX_ALONE
