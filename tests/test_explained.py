@@ -23,7 +23,7 @@ def typed(text: str) -> tuple[RunFlags, ExplainFlags]:
     """The flags of a run, and those of the command that it names for a step of batch 16."""
     flags = parse_flags(RunFlags, shlex.split(text))
     row = step("none", 16, seq_len=64, mesh="fsdp=4", layout="unrolled", requested_policy=flags.policy[-1])
-    command, words = lint_line(flags, [row]).partition(": ")[2].partition(" explain ")[::2]
+    command, words = lint_line(flags, row).partition(": ")[2].partition(" explain ")[::2]
     assert command == "jaxremat"
     assert "--budget" not in text or "--budget 11.02GiB " in words
     found = parse_flags(ExplainFlags, shlex.split(words), "explain")
@@ -55,23 +55,28 @@ def test_what_a_plan_chose_is_in_the_command():
 
 def test_there_is_no_command_without_much_to_gain():
     flags, row = RunFlags(), step()
-    assert lint_line(flags, [row])
-    assert lint_line(flags, []) == lint_line(flags, [replace(row, temp_bytes=GIB)]) == ""
-    assert lint_line(replace(flags, distributed=True), [row]) == ""
+    assert lint_line(flags, row)
+    assert lint_line(flags, None) == lint_line(flags, replace(row, temp_bytes=GIB)) == ""
+    assert lint_line(replace(flags, distributed=True), row) == ""
 
 
-def test_a_policy_too_long_to_type_is_passed_over():
-    flags, plan, dots = RunFlags(), step(f"save:{','.join(map('value_{}'.format, range(30)))}"), step("dots")
-    assert lint_line(flags, [plan, dots]) == lint_line(flags, [dots]).replace("the fastest step", "the step of dots")
-    nothing = replace(plan, policy="nothing")
-    assert lint_line(flags, [plan]) == lint_line(flags, [nothing]).replace("the fastest step", "the step of nothing")
+def test_a_plan_for_another_machine_has_all_findings_and_no_command():
+    row = step("save:mlp_out", requested_policy="auto")
+    elsewhere, here = (replace(row, config=row.config | {"target": {"kind": kind}}) for kind in ("deviceless", "attached"))
+    assert lint_line(RunFlags(), elsewhere) == ""
+    assert lint_line(RunFlags(), here)
+
+
+def test_a_plan_s_file_is_named_by_the_command():
+    assert "--policy plan:plan.json" in lint_line(RunFlags(), step("save:mlp_out", requested_policy="plan:plan.json"))
 
 
 def test_the_command_is_of_the_fastest_step_that_fits():
     printer = Printer(Report(Console(file=io.StringIO())))
-    assert printer.fastest() == []
+    assert printer.fastest() is None
     for row in (step("none", fits=False, step_s=0.001), step("dots", step_s=0.02), step("nothing", step_s=0.01)):
         printer.turn_to(len(printer.answers))
         printer.row(row)
         printer.policy_done()
-    assert [row.policy for row in printer.fastest()] == ["nothing", "dots"]
+    fastest = printer.fastest()
+    assert fastest and fastest.policy == "nothing"

@@ -30,6 +30,7 @@ from jaxremat.trial.trials import Trials
 from jaxremat.workload.factory import WorkloadFactory
 from jaxremat.workload.workload import Workload
 from jaxremat.xla.kernels import kernels_of
+from jaxremat.xla.recomputed import saved_and_recomputed
 from tests.mesh_runs import MODEL as WIDE
 from tests.roofline import SLOW
 
@@ -77,6 +78,18 @@ def test_a_saved_kernel_is_gathered_once(h100s, scan_layers, saved, saved_bytes)
     assert after - before == {}
     if scan_layers:
         assert bytes_after - bytes_before == MODEL.num_layers * saved_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_a_frozen_kernel_that_is_gathered_is_among_what_is_saved(h100s, scan_layers):
+    """Its gather is an operation on an argument alone. It takes bytes of its own, where the argument is there in any case."""
+    model = replace(MODEL, scan_layers=scan_layers, param_dtype="bfloat16", lora="4")
+    done = Trials(decoder_factory(model, "cudnn"), TRAIN, h100s, 2**40).compile(parse("save:mlpwi_0,wi_0_gathered"), 2)
+    saved, of_names = saved_and_recomputed(done), {"wi_0_gathered", "mlpwi_0"}
+    sizes = {some.name: (some.num_values, some.num_bytes) for some in saved.saved if some.kind == "name"}
+    assert sizes["wi_0_gathered"] == (MODEL.num_layers, MODEL.num_layers * WI_0_BYTES)
+    assert (sizes.keys(), saved.unread_names) == (of_names, ())
 
 
 @pytest.mark.parametrize(

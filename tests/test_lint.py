@@ -587,8 +587,8 @@ def test_attention_runs_twice_but_not_where_a_plan_has_weighed_it(h100):
         in one(found_in(GPT, "dots", "cudnn", h100), "attention-twice").evidence
     )
     done, policy = compiled(GPT, "dots", "cudnn", h100), parse("dots")
-    assert [found.rule for found in findings(done, "dots", policy, "flags")] == ["attention-twice"]
-    assert findings(done, "plan:plan.json", policy, "flags") == findings(done, "auto", policy, "flags") == ()
+    assert [found.rule for found in findings(done, "dots", policy, "flags", h100)] == ["attention-twice"]
+    assert findings(done, "plan:plan.json", policy, "flags", h100) == findings(done, "auto", policy, "flags", h100) == ()
 
 
 def test_attention_without_a_gradient_runs_once():

@@ -175,7 +175,9 @@ def test_words_that_embed_attend_scores(h100s):
 def rules_of(run: Trials, policy: str) -> dict[str, Finding]:
     done = replace(run, with_dump=True).compile(parse(policy), 2)
     arguments = run.arguments_on_mesh(2)
-    return {found.rule: found for found in findings(done, policy, parse(policy), run.remedies, arguments=arguments)}
+    return {
+        found.rule: found for found in findings(done, policy, parse(policy), run.remedies, run.target, arguments=arguments)
+    }
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_constraints_on_this_machine(h100):
     assert with_them.num_elsewhere > 0
     assert without.num_elsewhere == 0
     assert with_them.memory == without.memory
-    (found,) = (f for f in findings(with_them, "none", parse("none"), "code") if f.rule == "constraints-elsewhere")
+    (found,) = (f for f in findings(with_them, "none", parse("none"), "code", h100) if f.rule == "constraints-elsewhere")
     assert found.num_bytes == 0
     with pytest.raises(UsageError) as caught:
         lower_and_compile(lambda w, x: loss(w, x, lies=True), args, load_target(h100.name, MeshShape(fsdp=2)))

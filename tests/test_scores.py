@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxremat
+from jaxremat.answer.planned import plan_run
+from jaxremat.answer.records import answer_plan
 from jaxremat.chips.speed import DeviceSpeed
+from jaxremat.config import TrainConfig
+from jaxremat.trial.trials import Trials
+from jaxremat.workload.factory import factory_of
 from jaxremat.xla.clock import predict_step_time
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.lint import find
@@ -92,6 +97,24 @@ def test_scores_are_found_in_any_attention_and_fused_attention_takes_fewer_bytes
         assert "test_scores.py:" in finding.evidence
         saved = bad.memory.total_bytes - good.memory.total_bytes
         assert saved == pytest.approx(finding.num_bytes, rel=0.25)
+
+
+@pytest.mark.full
+def test_the_trial_of_a_plan_says_that_scores_are_stored(h100):
+    """The policy of a plan may be too long to type into another command, so its record has what the map of the memory shows."""
+
+    def layer(x: jax.Array, kernels: jax.Array) -> tuple[jax.Array, None]:
+        return x + einsums(*((x @ kernel).reshape(*x.shape[:2], 4, 64) for kernel in kernels)).reshape(x.shape), None
+
+    def loss(layers: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jax.lax.scan(layer, x, layers)[0].astype(jnp.float32) ** 2)
+
+    params, batch = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 3, 256, 256), (8, 1024, 256)))
+    workload = jaxremat.Workload(loss=loss, params=params, batch=batch)
+    emitted: list[Any] = []
+    trials = Trials(factory_of(workload), TrainConfig(), h100, 2**40)
+    answer_plan(plan_run(trials, losses=("own",), batch=8, max_batch=8), "time", emitted.append)
+    assert [one.rule for one in emitted[-1].findings] == ["scores-stored"]
 
 
 def spent_of(finding: Finding) -> tuple[float, float]:

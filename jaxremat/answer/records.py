@@ -65,13 +65,19 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit, max_batch: i
     """
     if isinstance(planned.found, Plan):
         emit(_plan_record(planned.found, planned, objective, max_batch))
-    emit(_planned_trial(planned))
+    emit(_planned_trial(planned, linted=True))
 
 
-def _planned_trial(planned: Planned) -> TrialRecord:
-    """The trial of a plan's step."""
-    answer = planned.answer
-    return planned.trials.record(answer.policy, answer.batch, requested="auto", num_compiles=planned.num_compiles)
+def _planned_trial(planned: Planned, *, linted: bool = False) -> TrialRecord:
+    """The trial of a plan's step.
+
+    If it is `linted`, the lint's rules look at its buffers too. For a device that is here, that would take one more compile, and
+    they don't.
+    """
+    answer, trials = planned.answer, planned.trials
+    if linted and trials.target.kind == "deviceless":
+        trials = replace(trials, with_dump=True)
+    return trials.record(answer.policy, answer.batch, requested="auto", num_compiles=planned.num_compiles)
 
 
 #: The named policies of a frontier.

@@ -263,10 +263,10 @@ class Printer:
         table = steps.policy_table(self.answers, "policies side by side")
         return table, *sentences.tied_sentences(self.answers), *sentences.own_sentences(self.answers)
 
-    def fastest(self) -> list[TrialRecord]:
-        """The answers that fit, from the highest rate down."""
-        fitting = [row for row in self.answers if row.outcome == "ok"]
-        return sorted(fitting, key=lambda row: -(row.rate or 0.0))
+    def fastest(self) -> TrialRecord | None:
+        """The answer of the highest rate, if one fits. None otherwise."""
+        fitting = (row for row in self.answers if row.outcome == "ok")
+        return max(fitting, key=lambda row: row.rate or 0.0, default=None)
 
     def no_fit(self) -> TrialRecord | None:
         """The answer of the fewest bytes, if nothing fits and nothing failed. None otherwise."""

@@ -20,7 +20,6 @@ from jaxremat.trial.row import About, error_kind, first_line
 from jaxremat.trial.trials import Trials
 from jaxremat.xla.buffers import Holder, MemoryMap, attribution, by_source, held, holders, one_shape
 from jaxremat.xla.categories import role_of
-from jaxremat.xla.lint import fused_attention_of
 from jaxremat.xla.lint_input import largest_logits
 from jaxremat.xla.step_facts import Finding
 
@@ -91,10 +90,9 @@ def linted(about: About) -> tuple[Finding, ...]:
         about.requested,
         policy,
         trials.remedies,
+        trials.target,
         arguments=trials.arguments_on_mesh(batch),
         chunked_bytes=chunked_bytes,
-        fused_attention=fused_attention_of(trials.target),
-        speed=trials.target.speed,
     )
 
 

@@ -133,7 +133,7 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     outside = timing.outside if timing else None
     arguments = trials.arguments_on_mesh(batch)
     on_mesh = {"arguments": arguments, "compared_meshes": trials.compared_meshes}
-    found = findings(compilation, about.requested, about.policy, trials.remedies, **on_mesh)
+    found = findings(compilation, about.requested, about.policy, trials.remedies, target, **on_mesh)
     counted, executed = saved_and_recomputed(compilation), executed_flops(compilation.module).total
     has_base = all(finding.rule != MORE_THAN_ITS_SHARE for finding in found)
     base = executed - recomputed_flops(compilation, counted) if has_base else None

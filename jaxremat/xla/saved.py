@@ -138,14 +138,15 @@ class _Walk:
             self._read(operands, _saves_names if kind == "call_hi_primitive" else None)
         if written_name(eqn):
             (operand,) = operands
-            if operand.made == "before" and operand.eqn is not None:  # the cast of an argument, saved if it is named
+            if operand.made == "before" and operand.eqn is not None:  # a cast or a gather of an argument
                 parts = operand.num_parts or self.mesh.num_param_parts
                 operand = replace(operand, made=made, tags=[], on_host=False, num_parts=parts)
             if operand.made == made:
                 operand.tags.append(eqn)
             return [operand]
         if kind == "sharding_constraint" and operands[0].made == "before":
-            return [replace(operands[0], num_parts=num_parts(eqn.params["sharding"]))]
+            parts, num_bytes = num_parts(eqn.params["sharding"]), _residual_bytes(eqn.outvars[0])
+            return [replace(operands[0], eqn=eqn, num_bytes=num_bytes, num_parts=parts)]
         if kind in _SAME_BYTES:
             return operands[: len(eqn.outvars)]
         if kind == "device_put":
