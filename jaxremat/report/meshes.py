@@ -82,7 +82,7 @@ def mesh_sentence(record: MeshChoiceRecord) -> str:
     place = f"one of the {num_fastest} fastest" if num_fastest > 1 else "the fastest"
     under = with_preset("a plan" if is_plan else f"policy {shortened(record.requested_policy)}", record.xla_preset)
     most = f"{bound:,.0f} {_rate(record)} a device"
-    others = f": no step on another one is expected to have more than {most}" if bound else ""
+    others = f": no {'such ' * bool(how)}step on another one is expected to have more than {most}" if bound else ""
     apart = f": {APART.format(record.paired_error)}" if record.paired_error else ""
     also = f" By its upper bound {' or '.join(near)} may be as fast{apart}." if near else ""
-    return f"{record.mesh} is {place} of {meshes} for {under}, {by}{others}.{also}"
+    return f"{record.mesh} is {place} of {meshes} compiled for {under}, {by}{others}.{also}"
