@@ -2,19 +2,21 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jaxremat.cli.many_trials import _REST, TrialsProgress
+from jaxremat.cli.many_trials import _REST, TrialsProgress, _result
 from jaxremat.report.progress import Progress, compile_text, rest_text
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.session.answers import Listener, _says_how_to_compile_less
 from jaxremat.trial.queue import SweepTrial
 from jaxremat.trial.store import Store
 from jaxremat.trial.task import Task
+from tests.made_up_records import step
 
 pytestmark = pytest.mark.any_jax
 
@@ -121,7 +123,8 @@ def test_trials_say_how_long_the_rest_may_take(tmp_path):
     first, second, third, fourth = trials = [made_up_trial(key, "h100-80gb") for key in "abcd"]
     console = Console(file=(out := io.StringIO()), width=200)
     with Store(tmp_path / "rows.jsonl") as store:
-        watched = TrialsProgress(Progress(console), trials, store)
+        watched = TrialsProgress(Progress(console), store)
+        watched.expect(trials)
         for trial in (first, second, third):
             watched.on_start(trial)
         assert _REST not in out.getvalue()
@@ -138,13 +141,22 @@ def test_the_rest_is_unknown_before_a_trial_of_its_kind_has_ended(target, num_de
     done, *left = trials = [made_up_trial("a", "h100-80gb"), *(made_up_trial(key, target, num_devices) for key in "bc")]
     console = Console(file=(out := io.StringIO()), width=200)
     with Store(tmp_path / "rows.jsonl") as store:
-        watched = TrialsProgress(Progress(console), trials, store)
+        watched = TrialsProgress(Progress(console), store)
+        watched.expect(trials)
         watched.on_start(done)
         watched.on_end(done, "ok", 10.0)
         assert out.getvalue().splitlines()[-1].endswith(f"2 waiting{rest_text(rest_s, _REST)}")
         watched.on_start(left[0])
         watched.on_end(left[0], "ok", 30.0)
         assert out.getvalue().splitlines()[-1].endswith(f"1 waiting{rest_text(20.0 if rest_s else 30.0, _REST)}")
+
+
+def test_a_trial_that_ended_says_what_it_found():
+    """The rows come after the last trial, which may be minutes away."""
+    row = step("dots", 3, step_s=0.3, seq_len=1024)
+    assert _result([row]) == ": batch 3, 10,240 tokens/s"
+    assert _result([replace(row, mesh="fsdp=8")]) == ": batch 3, fsdp=8, 10,240 tokens/s a device"
+    assert _result([replace(row, fits=False)]) == _result([]) == ""
 
 
 def made_up_trial(key: str, target: str, num_devices: int = 1) -> SweepTrial:

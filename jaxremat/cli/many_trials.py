@@ -5,7 +5,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxremat.chips.catalog import chip_of
@@ -20,7 +20,7 @@ from jaxremat.xla.results import ignore_older_results
 if TYPE_CHECKING:
     from jaxremat.report.progress import Progress
     from jaxremat.trial.queue import SweepTrial
-    from jaxremat.trial.record import Outcome
+    from jaxremat.trial.record import Outcome, Record
     from jaxremat.trial.store import Store
 
 FAILED = ("oom", "timeout", "crashed", "bad-config")
@@ -66,7 +66,10 @@ def store_of(flags: SweepFlags | RecommendFlags) -> "Iterator[Store]":
 
 
 def run_trials(
-    flags: SweepFlags | RecommendFlags, store: "Store", trials: "Sequence[SweepTrial]", unwritten: Callable[[str], None]
+    flags: SweepFlags | RecommendFlags,
+    store: "Store",
+    turns: "Iterable[Sequence[SweepTrial]]",
+    unwritten: Callable[[str], None],
 ) -> None:
     """Runs the trials that aren't in the store.
 
@@ -75,7 +78,7 @@ def run_trials(
     Args:
         flags: how the trials run.
         store: where their records go.
-        trials: no two of one key.
+        turns: the trials, no two of one key. A turn is requested after the trials of the one before have ended.
         unwritten: called with each record that couldn't be stored, as a line, so that it isn't lost.
 
     Raises:
@@ -89,24 +92,28 @@ def run_trials(
     from jaxremat.trial.queue import Queue, SweepTrial, outcome_of
     from jaxremat.trial.workers import Workers
 
-    if flags.retry_failed:
-        for trial in trials:
-            if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
-                store.forget(trial.key)
-    queue, ended_here = None, list[SweepTrial]()
+    queues, ended_here = list[Queue](), list[SweepTrial]()
     try:
         with Progress(shared_screen().progress) as progress, Workers(COMMAND) as workers:
-            shown = TrialsProgress(progress, trials, store, getattr(flags, "shard", None))
+            shown = TrialsProgress(progress, store, getattr(flags, "shard", None))
             ended_here = shown.ended_here
             hear = {"on_start": shown.on_start, "on_end": shown.on_end, "on_tick": shown.on_tick}
-            queue = Queue(trials, store, num_at_once=flags.jobs or num_at_once(), timeout_s=flags.timeout, **hear)
-            queue.run(workers)
+            for trials in turns:
+                if flags.retry_failed:
+                    for trial in trials:
+                        if (records := store.trial(trial.key)) and outcome_of(records) in FAILED:
+                            store.forget(trial.key)
+                shown.expect(trials)
+                num_jobs = flags.jobs or num_at_once()
+                queues.append(Queue(trials, store, num_at_once=num_jobs, timeout_s=flags.timeout, **hear))
+                queues[-1].run(workers)
     finally:
         store.refresh()  # an interrupt may come after a row is written and before the store has noted it
         if said := learn(record for trial in ended_here for record in store.trial(trial.key) or ()):
             note(f"jaxremat: {said}")
-        for record in queue.unwritten if queue else ():
-            unwritten(to_json(record))
+        for queue in queues:
+            for record in queue.unwritten:
+                unwritten(to_json(record))
 
 
 class TrialsProgress:
@@ -119,19 +126,25 @@ class TrialsProgress:
         ended_here: the trials that this process ran, in their order.
     """
 
-    def __init__(
-        self, progress: "Progress", trials: "Sequence[SweepTrial]", store: "Store", shard: str | None = None
-    ) -> None:
+    def __init__(self, progress: "Progress", store: "Store", shard: str | None = None) -> None:
         self.ended_here: list[SweepTrial] = []
-        self._progress, self._num_trials = progress, len(trials)
-        self._left_by_key = {trial.key: trial for trial in trials if store.trial(trial.key) is None}
+        self._progress, self._store, self._shard = progress, store, shard
+        self._num_trials = 0
+        self._left_by_key: dict[str, SweepTrial] = {}
         self._running: set[str] = set()
         self._most_running = 1
         self._seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
-        done = self._num_trials - len(self._left_by_key)
-        of_shard = f" (shard {shard})" if shard else ""
-        number = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}"
-        progress.line(f"{number}{of_shard}, {done} of them done before; records go to {store.path}")
+
+    def expect(self, trials: "Sequence[SweepTrial]") -> None:
+        """Prints how many trials come now. Where they are the first, it prints where their records go."""
+        left = {trial.key: trial for trial in trials if self._store.trial(trial.key) is None}
+        further = " more" if self._num_trials else f" (shard {self._shard})" if self._shard else ""
+        where = "" if self._num_trials else f"; records go to {self._store.path}"
+        number = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}{further}"
+        if trials or where:
+            self._progress.line(f"{number}, {len(trials) - len(left)} of them done before{where}")
+        self._num_trials += len(trials)
+        self._left_by_key |= left
 
     def on_start(self, trial: "SweepTrial") -> None:
         """Prints that a trial starts in this command."""
@@ -149,7 +162,7 @@ class TrialsProgress:
             if trial.task:
                 self._seconds[_kind(trial)].append(duration_s)
         self._running.discard(trial.key)
-        self._progress.line(f"{outcome}, {how}: {trial}; {self._left()}")
+        self._progress.line(f"{outcome}, {how}: {trial}{_result(self._store.trial(trial.key) or ())}; {self._left()}")
 
     def on_tick(self, now: "Sequence[tuple[SweepTrial, str]]") -> None:
         """Shows the running trials on the live line, each with the last line of its process."""
@@ -174,6 +187,18 @@ class TrialsProgress:
             return None
         means = [sum(self._seconds[kind]) / len(self._seconds[kind]) for kind in kinds]
         return max(*means, sum(means) / self._most_running)
+
+
+def _result(records: "Iterable[Record]") -> str:
+    """What a trial that fits has found: `: batch 3, fsdp=8, 9,917 tokens/s a device`. Empty for others."""
+    from jaxremat.report.steps import batch_text, rate_title
+    from jaxremat.trial.queue import answer_of
+
+    row = answer_of(records)
+    if row is None or row.outcome != "ok" or not row.rate:
+        return ""
+    on_mesh = f", {row.mesh}" if row.mesh else ""
+    return f": batch {batch_text(row)}{on_mesh}, {row.rate:,.0f} {rate_title([row])}" + " a device" * bool(row.mesh)
 
 
 def _kind(trial: "SweepTrial") -> tuple[str, bool]:

@@ -84,11 +84,7 @@ def recommend(flags: RecommendFlags) -> int:
     cells = cells_of(flags)
     with store_of(flags) as store:
         try:
-            for turn in turns(store, cells, prices):
-                of_turn = {one.key: one for cell in turn for one in cell.trials.values()}
-                run_trials(flags, store, list(of_turn.values()), note)
-                if of_none := [trial for cell in turn if (trial := none_trial(store, cell))]:
-                    run_trials(flags, store, of_none, note)
+            run_trials(flags, store, trials_in_turns(store, cells, prices), note)
         finally:
             rows = rows_of(store, cells, prices)
             show(flags, rows, is_complete=len(rows) == len(cells))
@@ -96,6 +92,13 @@ def recommend(flags: RecommendFlags) -> int:
     if any(row.fits for row in rows):
         return int(any(outcome_of(records) in _BROKE for records in ended))
     return 1 if any(row.error for row in rows) else 3
+
+
+def trials_in_turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[SweepTrial]]:
+    """The trials of the cells to compile. Those of each turn are followed by the trials of `none` on its best meshes."""
+    for turn in turns(store, cells, prices):
+        yield [*{one.key: one for cell in turn for one in cell.trials.values()}.values()]
+        yield [trial for cell in turn if (trial := none_trial(store, cell))]
 
 
 def turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[Cell]]:

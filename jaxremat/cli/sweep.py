@@ -47,7 +47,7 @@ def sweep(flags: SweepFlags, arguments: list[str]) -> int:
         return submit(flags, arguments)
     with store_of(flags) as store:
         try:
-            run_trials(flags, store, trials, print)
+            run_trials(flags, store, [trials], print)
         finally:
             lines = lines_of(store, trials)
             show(lines)
