@@ -79,4 +79,5 @@ def test_the_command_is_of_the_fastest_step_that_fits():
         printer.row(row)
         printer.policy_done()
     fastest = printer.fastest()
-    assert fastest and fastest.policy == "nothing"
+    assert fastest
+    assert fastest.policy == "nothing"
