@@ -40,14 +40,8 @@ def explain_flags(flags: RunFlags, row: TrialRecord) -> ExplainFlags:
     """The flags of `jaxremat explain --lint` for a step that `jaxremat run` compiled."""
     shared = {field.name: getattr(flags, field.name) for field in dataclasses.fields(StepFlags)}
     is_of_file = row.requested_policy.startswith("plan:")
-    shared |= {
-        "policy": (row.requested_policy if is_of_file else row.policy,),
-        "batch": (row.batch,),
-        "json": False,
-        "out": None,
-        "fresh": False,
-        "verbose": False,
-    }
+    policy = row.requested_policy if is_of_file else row.policy
+    shared |= {"policy": (policy,), "batch": (row.batch,), "json": False, "out": None, "fresh": False, "verbose": False}
     if flags.mesh == MESH_AUTO:
         shared |= {"mesh": row.mesh, "devices": None, "nodes": flags.nodes if row.mesh else None}
     if len(flags.xla_preset) > 1:
