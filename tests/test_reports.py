@@ -349,6 +349,22 @@ def test_a_plan(snapshot):
     assert snapshot == answers([step(LONG, requested_policy="auto"), *rows], explain=True)
 
 
+def test_a_plan_names_the_least_compiled_step_that_is_as_fast():
+    """At a smaller batch, say, whose rate the predicted times don't tell from the plan's."""
+    chosen, slow = TriedStep("dots", "own", 8, 4 * GIB, 0.25, None, 4), TriedStep("nothing", "own", 2, GIB, 0.4, None, 16)
+    near = TriedStep("none", "own", 4, 2 * GIB, 0.26, None, 8)
+    known = dict[str, Any](paired_error=0.1, total_bytes=4 * GIB, tried=(slow, near, chosen))
+
+    def said(**changes: Any) -> list[str]:
+        return [line for line in plan_sentences(plan(**known | changes)) if line.startswith("Batch")]
+
+    (line,) = said()
+    assert line.startswith("Batch 8 x 4 under none takes 2.00 GiB. It is predicted 3.8% slower: ")
+    assert (
+        said(tried=(slow, chosen)) == said(objective="batch") == said(paired_error=0.03) == said(total_bytes=2 * GIB) == []
+    )
+
+
 def test_code_of_each_policy_is_printed_once_after_its_answer():
     """That of a plan's trial is the plan's."""
     named, of_plan = ((f'loss = jaxremat.with_policy(loss, "{policy}")',) for policy in ("nothing", "dots"))

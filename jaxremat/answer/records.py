@@ -181,9 +181,10 @@ def code_of(policy: Policy, trials: Trials, batch: int) -> tuple[str, ...]:
 
 
 def _tried(planned: Planned) -> Iterator[TriedStep]:
-    layout = planned.trials.factory.layout()
-    for tried in planned.found.tried:
-        yield TriedStep(str(tried.policy), tried.loss, tried.batch, tried.cost.total_bytes, tried.cost.step_s, layout)
+    trials = planned.trials
+    for one in planned.found.tried:
+        how = trials.factory.layout(), trials.train_at(one.batch).accumulate
+        yield TriedStep(str(one.policy), one.loss, one.batch, one.cost.total_bytes, one.cost.step_s, *how)
 
 
 def _layout(planned: Planned) -> PlannedLayout:

@@ -14,7 +14,8 @@ from jaxremat.policy.maxtext import MAXTEXT_NAMES
 from jaxremat.policy.offload import flag_line
 from jaxremat.policy.spec import NONE, Names
 from jaxremat.report.policy_text import shortened
-from jaxremat.report.steps import LAYOUT_WORDS, loss_text, steps_table
+from jaxremat.report.sentences import APART
+from jaxremat.report.steps import LAYOUT_WORDS, batch_text, loss_text, steps_table
 from jaxremat.report.table import counted, gib_number, list_table, number
 from jaxremat.trial.record import PlanRecord, TrialRecord
 from jaxremat.units import gib
@@ -23,6 +24,8 @@ from jaxremat.xla.dump import short_source
 #: Before the seconds of the lower bound.
 _LEAST = "the least of any choice of residuals within the budget is"
 
+#: A step of so much of a plan's bytes, or less, is worth a sentence where it is as fast.
+_LESS = 0.95
 
 #: So many lines are printed of what the kinds of layers save.
 _SHOWN_LAYERS = 8
@@ -42,7 +45,7 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     layers = [f"  {count} x {shortened(policy)}" for policy, count in Counter(plan.layers).items()]
     further = f"  and {len(layers) - _SHOWN_LAYERS + 1} further kinds of layers (--json has all)"
     sentences += layers if len(layers) <= _SHOWN_LAYERS else [*layers[: _SHOWN_LAYERS - 1], further]
-    sentences += _made_at(plan)
+    sentences += [*_made_at(plan), *_as_fast(plan)]
     if plan.as_config:
         sentences += ["In its own configuration:", *(f"  {line}" for line in plan.as_config)]
     if plan.max_batch is not None:
@@ -67,6 +70,21 @@ def _made_at(plan: PlanRecord) -> list[str]:
     lines = [f"  {name} is made at {short_source(sources[name])}" for name in names if name in sources]
     further = f"  and {len(lines) - _SHOWN_LAYERS + 1} further names (--json has all)"
     return lines if len(lines) <= _SHOWN_LAYERS else [*lines[: _SHOWN_LAYERS - 1], further]
+
+
+def _as_fast(plan: PlanRecord) -> list[str]:
+    """The compiled step of the fewest bytes that predicted times don't tell apart from the plan, if it takes fewer bytes."""
+    error = plan.paired_error or 0.0
+    steps = [one for one in plan.tried if one.layout == plan.layout]
+    rate = max((one.rate for one in steps if one.batch == plan.batch and one.policy == plan.policy), default=0.0)
+    near = [one for one in steps if one.rate * (1 + error) > rate and one.total_bytes < _LESS * plan.total_bytes]
+    if plan.objective != "time" or not error or not near or not rate:
+        return []
+    least = min(near, key=lambda one: one.total_bytes)
+    slower = max(0.0, 100 * (1 - least.rate / rate))
+    loss = "" if least.loss == plan.loss else f", {least.loss} loss,"
+    step = f"Batch {batch_text(least)} under {shortened(least.policy)}{loss}"
+    return [f"{step} takes {gib(least.total_bytes)}. It is predicted {slower:.1f}% slower: {APART.format(error)}."]
 
 
 def _bound(plan: PlanRecord, recompute_s: float) -> str:

@@ -38,6 +38,7 @@ class TriedStep:
         total_bytes: XLA's total for a device.
         step_s: predicted seconds of the step.
         layout: how its layers run; None where the workload decides that itself.
+        accumulate: microbatches of the step.
     """
 
     policy: str
@@ -46,6 +47,12 @@ class TriedStep:
     total_bytes: int
     step_s: float
     layout: Layout | None = None
+    accumulate: int = 1
+
+    @property
+    def rate(self) -> float:
+        """Predicted samples per second of a data-parallel group."""
+        return self.accumulate * self.batch / self.step_s
 
 
 @dataclass(frozen=True)
