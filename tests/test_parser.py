@@ -110,7 +110,8 @@ def test_what_is_no_flag_or_no_value_is_one_error(words, named):
     [
         ("--microbatches", ["--accumulate"]), ("--microbatches=4", ["--accumulate"]), ("--batch-size", ["--batch"]),
         ("--seq", ["--seq-len"]), ("--dvices", ["--devices"]), ("--sequence_length", ["--seq-len"]),
-        ("--memory", ["--mem-fraction"]), ("--gpu", ["--target"]), ("--fsdp", ["--mesh"]), ("--hbm", []),
+        ("--memory", ["--mem-fraction"]), ("--gpu", ["--target"]), ("--fsdp", ["--mesh"]), ("--hbm", ["--budget"]),
+        ("--xyz", []), ("--micro-batch-size", ["--batch"]), ("--gradient-accumulation-steps", ["--accumulate"]),
         ("--maxext", ["--maxtext"]), ("--norm-placment", ["--norm-placement"]), ("--head-im", ["--head-dim"]),
     ],
 )  # fmt: skip
@@ -118,6 +119,14 @@ def test_a_flag_is_found_by_its_beginning_or_by_a_word_of_its_help(word, meant):
     with pytest.raises(UsageError) as caught:
         parse_argv(RunFlags, [word, "4"], "x")
     assert re.findall("'(.*?)'", caught.value.next_step)[:1] == meant
+
+
+def test_all_unknown_flags_are_said_at_once():
+    with pytest.raises(UsageError) as caught:
+        parse_argv(RunFlags, ["--polcy=dots", "--batch", "8", "--seq_len", "4", "--micro-batch", "4"], "x")
+    assert [name for name in ("--polcy", "--micro-batch") if name not in caught.value.got] == []
+    assert "--seq" not in str(caught.value)
+    assert re.findall("'(.*?)'", caught.value.next_step)[:2] == ["--policy", "--batch"]
 
 
 def test_a_flag_without_a_default_is_required():

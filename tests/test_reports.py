@@ -36,6 +36,7 @@ from jaxremat.report.sentences import (
     largest_sentence,
     no_mfu_sentences,
     no_suggestion_sentence,
+    state_sentences,
     own_sentences,
 )
 from jaxremat.report.steps import predicted_title, step_title
@@ -309,6 +310,14 @@ def test_what_fits_instead(snapshot):
     print_no_fit(paper.report, explained(largest=BUFFERS), fitting, None)
     print_no_fit(paper.report, None, [], least)
     assert snapshot == paper.show(no_suggestion_sentence(None), no_suggestion_sentence(replace(least, loss="own")))
+
+
+def test_a_state_that_is_over_the_budget_is_divided():
+    """A larger device alone rarely holds it."""
+    assert state_sentences(10 * GIB, 10 * GIB, 10 * GIB) == []
+    for whole, num_devices in ((11, 2), (15, 2), (16, 4), (100, 16)):
+        (line,) = state_sentences(11 * GIB, whole * GIB, 10 * GIB)
+        assert line.endswith(f"--devices {num_devices} divides them.")
 
 
 def test_the_seconds_of_a_plan(snapshot):

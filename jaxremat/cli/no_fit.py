@@ -33,6 +33,8 @@ def show_no_fit(
     from jaxremat.answer.suggestions import cheapest_suggestions
     from jaxremat.policy.grammar import parse
     from jaxremat.report.printer import print_no_fit
+    from jaxremat.report.sentences import state_sentences
+    from jaxremat.step.step import state_and_argument_bytes
     from jaxremat.trial.explain import explain
     from jaxremat.trial.record import TrialRecord
 
@@ -50,4 +52,8 @@ def show_no_fit(
         on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
     print_no_fit(report, explained, suggestions, least)
+    workload = trials.workload_at()
+    if workload.step is None and workload.mesh is None:
+        whole_bytes = state_and_argument_bytes(workload, trials.train)
+        report.show(*state_sentences(trials.state_bytes(), whole_bytes, trials.budget_bytes))
     return suggestions

@@ -24,6 +24,18 @@ from jaxremat.cli.help import HELP, HELP_ALL, help_of, help_text
 from jaxremat.errors import UsageError, bad_value, closest, did_you_mean
 from jaxremat.session.fields import Flag, FlagsT, filled, flags_of
 
+#: What other tools call a flag, as patterns, and the flags that mean it here.
+_ELSEWHERE = (
+    (r"^grad.*acc|^acc.*step|micro-?batches", "accumulate global-batch"),
+    (r"micro-?batch|per-device.*batch|^bs$", "batch accumulate"),
+    (r"checkpoint|^remat", "policy"),
+    (r"^(n|num)?-?gpus?$|^gpus?-(type|name)$|^accelerator", "target devices"),
+    (r"context|block-size|seq.*len|max-len", "seq-len"),
+    (r"precision|bf16|fp16|weight-dtype", "dtype param-dtype"),
+    (r"gpu-mem|memory-limit|^hbm|vram", "budget mem-fraction"),
+    (r"^(tp|dp|ddp|fsdp|zero)\b|parallel", "mesh devices"),
+)
+
 
 def parse_argv(
     kind: type[FlagsT],
@@ -57,7 +69,9 @@ def parse_argv(
     except CycloptsError as error:
         if isinstance(error.__cause__, UsageError):
             raise error.__cause__ from None
-        raise _usage_error(error, flags, prog, whose) from None
+        if isinstance(error, UnknownOptionError):
+            raise _unknown(error.token.keyword or error.token.value, argv, flags, prog, whose) from None
+        raise _usage_error(error, flags, prog) from None
     given = bound.arguments
     if missing := next((flag for flag in flags if flag.required and flag.field not in given), None):
         raise UsageError(f"{missing.name} is required", next_step=_written(missing))
@@ -101,8 +115,10 @@ def _meant(word: str, flags: Sequence[Flag]) -> str:
     speak = {
         name: at.start() for name, flag in names.items() if (at := said.search(f"{help_of(flag)} {flag.parameter.metavar}"))
     }
+    elsewhere = [name for pattern, of in _ELSEWHERE if re.search(pattern, typed) for name in of.split() if name in names]
     found = (
         closest(typed, names, alike=0.85)
+        or elsewhere
         or named
         or closest(typed, names, alike=0.75)
         or sorted(speak, key=speak.__getitem__)
@@ -120,19 +136,27 @@ def _abbreviates(name: str, typed: str) -> bool:
     return all(min(len(a), len(b)) > 1 and (a.startswith(b) or b.startswith(a)) for a, b in words)
 
 
-def _usage_error(
-    error: CycloptsError, flags: Sequence[Flag], prog: str, whose: Callable[[str], Sequence[str]]
+def _unknown(
+    word: str, argv: Sequence[str], flags: Sequence[Flag], prog: str, whose: Callable[[str], Sequence[str]]
 ) -> UsageError:
+    """The error of a flag that the command hasn't. It names all such flags of the arguments."""
+    see = f"{prog} {HELP_ALL} lists the flags"
+    if others := whose(word.partition("=")[0].lstrip("-").replace("-", "_")):
+        allowed = f"{word} with jaxremat {', '.join(others)}"
+        return UsageError(f"{prog} has no flag {word}", allowed=allowed, next_step=f"leave it out; {see}")
+    known = {flag.name for flag in flags}
+    typed = (argument.partition("=")[0] for argument in argv if argument.startswith("--"))
+    further = [one for one in dict.fromkeys(typed) if one.replace("_", "-") not in known and one != word.partition("=")[0]]
+    if not further:
+        return UsageError(f"unknown flag {word}", next_step=_meant(word, flags) or see)
+    meant = [f"{one}: {question}" for one in (word, *further) if (question := _meant(one, flags))]
+    return UsageError(f"unknown flags {', '.join((word, *further))}", next_step=" ".join(meant) or see)
+
+
+def _usage_error(error: CycloptsError, flags: Sequence[Flag], prog: str) -> UsageError:
     """An error of the parser in our form."""
     flag = (error.argument.name if error.argument else "") or ""
     match error:
-        case UnknownOptionError():
-            word = error.token.keyword or error.token.value
-            see = f"{prog} {HELP_ALL} lists the flags"
-            if others := whose(word.partition("=")[0].lstrip("-").replace("-", "_")):
-                allowed = f"{word} with jaxremat {', '.join(others)}"
-                return UsageError(f"{prog} has no flag {word}", allowed=allowed, next_step=f"leave it out; {see}")
-            return UsageError(f"unknown flag {word}", next_step=_meant(word, flags) or see)
         case UnusedCliTokensError():
             word = (error.unused_tokens or [""])[0]
             return UsageError(f"{word!r} belongs to no flag", allowed="flags with their values", next_step=f"{prog} --help")

@@ -219,7 +219,7 @@ def _resolve_layer(policy: LayerPolicy, carried: set[str], authors: set[str] | N
     more = f" and {len(others) - SHOWN_NAMES} more" if not known and len(others) > SHOWN_NAMES else ""
     known += others
     misspelt = (
-        "a misspelt name would recompute that value without a word" if known else "checkpoint_name is never called",
+        "a misspelt name, which jax.checkpoint takes without a word" if known else "checkpoint_name is never called",
         nearest(missing[0], known)
         or ("choose among the names above" if known else "tag values with jax.ad_checkpoint.checkpoint_name(x, 'name')"),
     )

@@ -3,6 +3,7 @@
 The largest batch that fits under dots is 128: 58.99 GiB of 59.33 GiB; batch 129 needs 59.44 GiB.
 """
 
+import math
 from collections.abc import Sequence
 
 from jaxremat.chips.outside import COUNTED_BY, TAKEN_BY
@@ -18,6 +19,8 @@ from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE
 
 #: Why two steps count as equally fast, from how far their predicted times may be off beside each other, as a share.
 APART = "predicted times that differ by less than {:.0%} don't tell two steps apart"
+#: The share of the budget up to which the state leaves room for a step.
+_OF_STATE = 0.75
 
 
 def largest_sentence(found: LargestBatchRecord) -> str:
@@ -143,6 +146,23 @@ def no_suggestion_sentence(least: SuggestionRecord | None) -> str:
         f"No change that was tried is enough: {least.flags} takes the least, {gib(least.total_bytes)}, {short} too much. "
         f"A larger --target or --budget{more}."
     )
+
+
+def state_sentences(state_bytes: int, whole_bytes: int, budget_bytes: int) -> list[str]:
+    """How many devices hold a state that alone is over the budget. Empty where it isn't.
+
+    Args:
+        state_bytes: bytes of the parameters and the optimizer state on a device.
+        whole_bytes: those of all devices together, each part once.
+        budget_bytes: what a step may take on a device.
+    """
+    if state_bytes <= budget_bytes:
+        return []
+    devices = 2 ** max(1, math.ceil(math.log2(whole_bytes / (_OF_STATE * budget_bytes))))
+    return [
+        f"The parameters and the optimizer state alone take {gib(state_bytes)} of {gib(budget_bytes)}. "
+        f"--mesh auto --devices {devices} divides them."
+    ]
 
 
 def lint_sentences(rows: Sequence[TrialRecord]) -> list[str]:
