@@ -36,8 +36,8 @@ from jaxremat.report.sentences import (
     largest_sentence,
     no_mfu_sentences,
     no_suggestion_sentence,
-    state_sentences,
     own_sentences,
+    state_sentences,
 )
 from jaxremat.report.steps import predicted_title, step_title
 from jaxremat.report.sweep import Line, failure_sentences, sweep_table
