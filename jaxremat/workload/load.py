@@ -336,6 +336,7 @@ def _attribute(module: ModuleType, source: Source) -> Any:
     if isinstance(found, Workload) or (callable(found) and not model):
         return found
     choices = [name for name, value in vars(module).items() if _is_choice(name, value, module)]
+    choices = [name for name in choices if _says_workload(vars(module)[name])] or choices
     problem = f"{source.place} has no {source.attribute!r}"
     if found is not _NOT_THERE:
         kind = model[0] if model else f"of type {type(found).__name__}"
@@ -356,6 +357,12 @@ def _is_choice(name: str, value: Any, module: ModuleType) -> bool:
     is_function = callable(value) and not isinstance(value, type) and not _model_of(value)
     defined_here = is_function and getattr(value, "__module__", None) == module.__name__
     return not name.startswith("_") and (isinstance(value, Workload) or defined_here)
+
+
+def _says_workload(value: Any) -> bool:
+    """Whether an attribute is a Workload, or a function whose annotation says that it returns one."""
+    returned = getattr(value, "__annotations__", {}).get("return", value)
+    return "Workload" in (returned if isinstance(returned, str) else getattr(returned, "__name__", type(returned).__name__))
 
 
 def _model_of(value: Any) -> tuple[str, str] | None:
