@@ -292,6 +292,16 @@ def test_the_steps_of_a_policy_are_counted(batches, monkeypatch, h100):
     assert not batches or {one.at_most for one in found} == {len(batches)}
 
 
+def test_the_next_step_is_begun_before_the_program_waits_for_one(monkeypatch, h100):
+    """One, and not all: where tracing takes minutes, the first answer comes before the last step is traced."""
+    events = list[tuple[str, int]]()
+    monkeypatch.setattr(Trials, "record", lambda self, policy, n, **_: events.append(("waits", n)))
+    trials, policy = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), h100, 100), parse("dots")
+    begin = lambda n: events.append(("begins", n))  # noqa: E731
+    records.answer_batches(trials, policy, "dots", (4, 8, 16), lambda record: None, Compiles(), begin)
+    assert events == [("begins", 8), ("waits", 4), ("begins", 16), ("waits", 8), ("waits", 16)]
+
+
 def test_where_nothing_fits_a_trial_is_the_only_record(monkeypatch, h100):
     found = made_up_plan(monkeypatch, h100, budget_bytes=1000)
     assert isinstance(found.found, NoPlan)

@@ -11,6 +11,7 @@ The request decides the records:
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, Planned, plan_run
@@ -44,11 +45,29 @@ class RejectedError(Exception):
 
 
 def answer_batches(
-    trials: Trials, policy: Policy, requested: str, batches: tuple[int, ...], emit: Emit, compiles: Compiles
+    trials: Trials,
+    policy: Policy,
+    requested: str,
+    batches: tuple[int, ...],
+    emit: Emit,
+    compiles: Compiles,
+    begin: Callable[[int], object] = lambda batch: None,
 ) -> None:
-    """Emits a trial for each batch. If XLA rejects a step, its trial says so."""
+    """Emits a trial for each batch. If XLA rejects a step, its trial says so.
+
+    Args:
+        trials: the trials of the workload.
+        policy: the policy.
+        requested: the policy as it was requested.
+        batches: the batches.
+        emit: called with each record.
+        compiles: told how many compiles there are.
+        begin: begins to compile the step of a batch. It is called for the next one before the program waits for a step.
+    """
     compiles.expect(len({*batches} - trials.of(policy).done.keys()))
-    for batch in batches:
+    for batch, following in zip_longest(batches, batches[1:]):
+        if following:
+            begin(following)
         emit(trials.record(policy, batch, requested=requested))
 
 

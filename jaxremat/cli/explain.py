@@ -98,7 +98,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.page import write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
-    from jaxremat.session.answers import batches_of, begin_steps, failure_of, policy_of, trials_of
+    from jaxremat.session.answers import batches_of, failure_of, policy_of, trials_of, with_next_begun
     from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
@@ -121,9 +121,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 show_page(flags.page, with_what_fits(shown), flags.redact)
 
         with says_at_the_end(show_known):
-            progress.show("tracing the steps")
-            begin_steps(session, with_dump=True)
-            for requested in session.request.policies:
+            for requested in with_next_begun(session, progress.show, with_dump=True):
                 if error := session.missing_layers(requested):
                     printer.failed(failure_of(session, requested, error))
                     continue

@@ -131,7 +131,7 @@ def answer_all(
         say: prints a line of progress that stays.
     """
     from jaxremat.report.progress import estimate_text
-    from jaxremat.session.answers import NOT_ESTIMATED, answer_or_failure, unless_layers_are_missing
+    from jaxremat.session.answers import NOT_ESTIMATED, answer_or_failure, begin_first, unless_layers_are_missing
 
     policies = session.request.policies
 
@@ -139,8 +139,10 @@ def answer_all(
         """Whether a plan of a later policy, or of this one, may take up the compiled steps."""
         return any(isinstance(one.policy, Auto) for one in policies[n:])
 
+    sessions = [session if is_shared(n) else session.with_trials(steps={}) for n in range(len(policies))]
+
     def start(n: int) -> Iterator[int | None]:
-        own = session if is_shared(n) else session.with_trials(steps={})
+        own = sessions[n]
         first = first_batch(printer.answers, policies[n], session.seq_len)
         return unless_layers_are_missing(own, policies[n], answer_of(own, policies[n], listener, first))
 
@@ -155,6 +157,8 @@ def answer_all(
             if (estimate := advance(n)) is not None:
                 say(estimate_text(with_preset(requested.text, requested.xla_preset), estimate))
         for n in range(len(policies)):
+            for later in range(n + bool(n), min(n + 2, len(policies))):  # the first one, and always the next one
+                begin_first(sessions[later], policies[later], listener.progress)
             with says_at_the_end(functools.partial(printer.policy_done, as_frontier=session.request.flags.frontier)):
                 advance(n)
             if not is_shared(n + 1):

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
@@ -177,12 +178,9 @@ def answers(
         on_step=lambda batch, number: listener.progress(f"{what}: batch {batch}, step {number}"),
     )
     if batches := batches_of(session, requested):
-        for batch in batches:
-            listener.progress(f"{what}: tracing batch {batch}")
-            trials.begin(policy, batch)
         yield from NOT_ESTIMATED
-        answer_batches(trials, policy, requested.text, batches, listener.record, compiles)
-        return
+        begin = functools.partial(trials.begin, policy)
+        return answer_batches(trials, policy, requested.text, batches, listener.record, compiles, begin)
     first_batch = first_batch or usual_first_batch(session.seq_len)
     search = answer_largest(trials, policy, requested.text, request.flags.max_batch, listener.record, compiles, first_batch)
     for number, estimate in enumerate(search):
@@ -197,17 +195,42 @@ def answers(
                 yield estimate if number == ESTIMATED_AFTER else None
 
 
-def begin_steps(session: "Session", *, with_dump: bool = False) -> None:
-    """Begins the steps of all policies at the batches of the request.
+def begin_first(
+    session: "Session", requested: RequestedPolicy, progress: Callable[[str], None], *, with_dump: bool = False
+) -> None:
+    """Begins the step of a policy at the first batch of the request, if it has one.
 
-    Several are compiled at a time then. With `with_dump` they are begun for a map of the memory, as `Trials.with_dump`.
+    Several policies are compiled at a time then.
+
+    Args:
+        session: the model and the target.
+        requested: the policy.
+        progress: called with a line of text before the step is traced.
+        with_dump: whether it is begun for a map of the memory, as `Trials.with_dump`.
     """
-    for requested in session.request.policies:
-        if not isinstance(requested.policy, Auto | Frontier) and not session.missing_layers(requested):
-            trials = trials_of(session, requested, lambda note: None)
-            trials = replace(trials, with_dump=with_dump or trials.with_dump)
-            for batch in batches_of(session, requested):
-                trials.begin(policy_of(requested), batch)
+    if isinstance(requested.policy, Auto | Frontier) or session.missing_layers(requested):
+        return
+    trials, policy = trials_of(session, requested, lambda note: None), policy_of(requested)
+    trials = replace(trials, with_dump=with_dump or trials.with_dump)
+    for batch in batches_of(session, requested)[: int(trials.begins)]:
+        progress(f"{with_preset(str(policy), requested.xla_preset)}: tracing batch {batch}")
+        trials.begin(policy, batch)
+
+
+def with_next_begun(
+    session: "Session", progress: Callable[[str], None], *, with_dump: bool = False
+) -> Iterator[RequestedPolicy]:
+    """The policies of the request, one after the other. The first step of the next one is begun before each.
+
+    The arguments are those of `begin_first`.
+    """
+    waiting = session.request.policies
+    for requested in waiting[:1]:
+        begin_first(session, requested, progress, with_dump=with_dump)
+    for requested, following in zip_longest(waiting, waiting[1:]):
+        if following:
+            begin_first(session, following, progress, with_dump=with_dump)
+        yield requested
 
 
 def policy_of(requested: RequestedPolicy) -> Policy:
