@@ -304,6 +304,16 @@ def test_what_fused_attention_on_a_mesh_is_called_with():
     assert jax_private.divided_in_python("1") is None
 
 
+def test_the_names_of_arguments_and_results():
+    """XLA has them from the traced program, also where they were changed."""
+    traced = jax.jit(lambda w, x: {"y": w["a"] @ x}).trace({"a": jnp.ones((2, 2))}, jnp.ones(2))
+    assert jax_private.argument_names(traced.jaxpr) == ("w['a']", "x")
+    assert jax_private.result_names(traced.jaxpr) == ("result['y']",)
+    jax_private.name_arguments(traced.jaxpr, ["w.a", "x"])
+    assert jax_private.argument_names(traced.jaxpr) == ("w.a", "x")
+    assert 'loc("w.a")' in traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+
+
 @pytest.mark.full
 def test_the_flags_that_xla_read():
     """Those of the process, as it was started."""

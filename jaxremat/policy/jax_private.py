@@ -265,6 +265,25 @@ def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
         yield
 
 
+# The arguments of a traced program, as JAX calls them and XLA too.
+
+
+def argument_names(jaxpr: core.ClosedJaxpr) -> tuple[str, ...]:
+    """The names of a program's arguments: `state.params['w']`. Empty for an argument without a name."""
+    return tuple(name or "" for name in jaxpr.jaxpr.debug_info.arg_names or ())
+
+
+def result_names(jaxpr: core.ClosedJaxpr) -> tuple[str, ...]:
+    """The names of a program's results: `result[0]`."""
+    return tuple(jaxpr.jaxpr.debug_info.result_paths or ())
+
+
+def name_arguments(jaxpr: core.ClosedJaxpr, names: Sequence[str]) -> None:
+    """Gives a program's arguments other names. They are those of each program that JAX makes of it."""
+    inner: Any = jaxpr.jaxpr
+    inner._debug_info = inner.debug_info._replace(arg_names=tuple(names))
+
+
 # XLA.
 
 

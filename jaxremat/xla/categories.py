@@ -22,7 +22,7 @@ Roles = Mapping[str, Category]
 _ROLES: tuple[tuple[str, Category], ...] = (
     (r"^(batch|inputs?|data)(\W|$)", "inputs"),
     (r"(^|\W)(opt|optimizer)(_?state)?(\W|$)|(^|\W)(mu|nu|momentum|trace)(\W|$)|^state\.step$", "optimizer state"),
-    (r"^(model|net|network)\.states\[", "parameters"),  # an NNX model, as nnx.jit hands it over
+    (r"^(model|net|network)\.", "parameters"),
     (r"(^|\W)(params?|weights?|kernels?|variables|batch_stats)(\W|$)", "parameters"),
 )
 #: The categories of parameters. Those that are frozen are told by the workload, and not by their paths.

@@ -40,6 +40,7 @@ from jaxremat.system.files import named_by, write_whole
 from jaxremat.system.interrupt import at_end, in_xla, raise_if_interrupted
 from jaxremat.units import gib
 from jaxremat.xla import hlo
+from jaxremat.xla.argument_names import name_variables
 from jaxremat.xla.buffers import Category, MemoryMap
 from jaxremat.xla.dump import OPTIONS, Dump, parse_assignment, read_dump
 from jaxremat.xla.elsewhere import constraints_elsewhere, of_shardings, without_constraints
@@ -253,6 +254,7 @@ def begin_compile(
         ):
             traced = jitted.trace(*structs)
             traced = getattr(traced, "traced", traced)  # that of nnx.jit has JAX's own
+            name_variables(traced.jaxpr, args)
             stores = target.kind == "deviceless" and not (jitted is function and _has_own_options(jitted, structs))
             as_written, elsewhere = traced.jaxpr, constraints_elsewhere(traced.jaxpr, target)
             if elsewhere:

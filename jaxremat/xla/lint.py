@@ -26,6 +26,7 @@ from jaxremat.step.step import abstract_args, arguments_on_mesh, donated, make_s
 from jaxremat.units import gib
 from jaxremat.workload.workload import Workload
 from jaxremat.xla import hlo
+from jaxremat.xla.argument_names import is_of_nnx
 from jaxremat.xla.buffers import Buffer, Category
 from jaxremat.xla.categories import is_recompute, phase_of
 from jaxremat.xla.clock import times_of
@@ -54,8 +55,6 @@ from jaxremat.xla.traced import normalized_sizes, score_shapes
 _DRAWN = re.compile(r"dropout|bernoulli|random_bits|threefry|rng_bit_generator", re.IGNORECASE)
 #: Scopes of fused attention. On a mesh, JAX wraps it into an operation that says how it is divided.
 _FUSED = re.compile("fmha|dot_product_attention|custom_partitioning")
-#: The path of an argument that is a variable of an NNX object: `nnx.jit` hands over the states of each.
-_STATES_OF_NNX = re.compile(r"\w+\.states\[")
 
 #: A loop's residuals, and attention's scores, are much of a step from this share of its bytes on.
 _MUCH = 0.3
@@ -283,7 +282,7 @@ def _not_donated(facts: LintInput) -> Iterator[Finding]:
     largest = max(not_donated, key=lambda parameter: parameter.num_bytes)
     paths = [parameter.op_name for parameter in not_donated if parameter.op_name]
     roots = sorted({re.split(r"\W", path)[0] for path in paths})
-    jit = "nnx.jit" if any(map(_STATES_OF_NNX.match, paths)) else "jax.jit"
+    jit = "nnx.jit" if facts.jaxpr is not None and is_of_nnx(facts.jaxpr) else "jax.jit"
     yield Finding(
         "not-donated",
         f"{len(not_donated)} arguments are there twice, old and new: {gib(num_bytes)} of {gib(facts.memory.total_bytes)}; "
