@@ -51,7 +51,7 @@ def test_variables_are_named_as_their_author_does():
 
 
 @pytest.mark.full
-def test_an_object_that_has_a_variable_twice_keeps_its_names():
+def test_names_of_an_object_that_has_a_variable_twice_stay():
     """Its list has the variable once, and the object's own paths have it twice."""
 
     class Tied(nnx.Module):
@@ -70,7 +70,7 @@ def test_an_object_that_has_a_variable_twice_keeps_its_names():
     assert argument_names(traced.traced.jaxpr) == before
 
 
-def test_other_programs_keep_their_names():
+def test_names_of_other_programs_stay():
     shape = jax.ShapeDtypeStruct((2,), jnp.float32)
     given = {"w": shape}, [shape, shape]
     traced = jax.jit(lambda params, batch: params["w"] + batch[0] + batch[1]).trace(*given)

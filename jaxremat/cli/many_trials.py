@@ -136,7 +136,10 @@ class TrialsProgress:
         self._seconds: dict[tuple[str, bool], list[float]] = defaultdict(list)
 
     def expect(self, trials: "Sequence[SweepTrial]") -> None:
-        """Prints how many trials come now. Where they are the first, it prints where their records go."""
+        """Prints how many trials come now.
+
+        Where they are the first, it prints where their records go.
+        """
         left = {trial.key: trial for trial in trials if self._store.trial(trial.key) is None}
         further = " more" if self._num_trials else f" (shard {self._shard})" if self._shard else ""
         where = "" if self._num_trials else f"; records go to {self._store.path}"
@@ -190,7 +193,10 @@ class TrialsProgress:
 
 
 def _result(records: "Iterable[Record]") -> str:
-    """What a trial that fits has found: `: batch 3, fsdp=8, 9,917 tokens/s a device`. Empty for others."""
+    """What a trial has found: `: batch 3, fsdp=8, 9,917 tokens/s a device`.
+
+    Empty for one that doesn't fit.
+    """
     from jaxremat.report.steps import batch_text, rate_title
     from jaxremat.trial.queue import answer_of
 

@@ -95,7 +95,10 @@ def recommend(flags: RecommendFlags) -> int:
 
 
 def trials_in_turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[SweepTrial]]:
-    """The trials of the cells to compile. Those of each turn are followed by the trials of `none` on its best meshes."""
+    """The trials of the cells to compile.
+
+    Those of each turn are followed by the trials of `none` on its best meshes.
+    """
     for turn in turns(store, cells, prices):
         yield [*{one.key: one for cell in turn for one in cell.trials.values()}.values()]
         yield [trial for cell in turn if (trial := none_trial(store, cell))]

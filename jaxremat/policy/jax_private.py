@@ -269,7 +269,10 @@ def context_of(eqn: Any, stack: NameStack, traceback: Any) -> Iterator[None]:
 
 
 def argument_names(jaxpr: core.ClosedJaxpr) -> tuple[str, ...]:
-    """The names of a program's arguments: `state.params['w']`. Empty for an argument without a name."""
+    """The names of a program's arguments: `state.params['w']`.
+
+    The name of an argument may be empty.
+    """
     return tuple(name or "" for name in jaxpr.jaxpr.debug_info.arg_names or ())
 
 
@@ -279,7 +282,10 @@ def result_names(jaxpr: core.ClosedJaxpr) -> tuple[str, ...]:
 
 
 def name_arguments(jaxpr: core.ClosedJaxpr, names: Sequence[str]) -> None:
-    """Gives a program's arguments other names. They are those of each program that JAX makes of it."""
+    """Gives a program's arguments other names.
+
+    Each program that JAX makes of it has these.
+    """
     inner: Any = jaxpr.jaxpr
     inner._debug_info = inner.debug_info._replace(arg_names=tuple(names))
 

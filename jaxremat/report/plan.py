@@ -73,7 +73,10 @@ def _made_at(plan: PlanRecord) -> list[str]:
 
 
 def _as_fast(plan: PlanRecord) -> list[str]:
-    """The compiled step of the fewest bytes that predicted times don't tell apart from the plan, if it takes fewer bytes."""
+    """The compiled step of the fewest bytes that is as fast as the plan.
+
+    Empty where it takes hardly fewer bytes than the plan.
+    """
     error = plan.paired_error or 0.0
     steps = [one for one in plan.tried if one.layout == plan.layout]
     rate = max((one.rate for one in steps if one.batch == plan.batch and one.policy == plan.policy), default=0.0)

@@ -220,9 +220,9 @@ def begin_first(
 def with_next_begun(
     session: "Session", progress: Callable[[str], None], *, with_dump: bool = False
 ) -> Iterator[RequestedPolicy]:
-    """The policies of the request, one after the other. The first step of the next one is begun before each.
+    """The policies of the request, one after the other.
 
-    The arguments are those of `begin_first`.
+    Before each, the first step of the next one is begun. The arguments are those of `begin_first`.
     """
     waiting = session.request.policies
     for requested in waiting[:1]:

@@ -360,7 +360,7 @@ def _is_choice(name: str, value: Any, module: ModuleType) -> bool:
 
 
 def _says_workload(value: Any) -> bool:
-    """Whether an attribute is a Workload, or a function whose annotation says that it returns one."""
+    """Whether an attribute is a Workload, or a function that says it returns one."""
     returned = getattr(value, "__annotations__", {}).get("return", value)
     return "Workload" in (returned if isinstance(returned, str) else getattr(returned, "__name__", type(returned).__name__))
 

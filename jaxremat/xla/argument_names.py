@@ -1,4 +1,4 @@
-"""Names the variables of NNX objects among the arguments of a traced program as their author does.
+"""Names the variables of NNX objects among a program's arguments as their author does.
 
 `nnx.jit` hands the variables of each object over in a list, and JAX calls them `model.states[0][7]`. XLA takes its names of
 arguments from JAX:
@@ -20,7 +20,7 @@ _IN_LIST = re.compile(r"(\w+)\.states\[\d+\]\[\d+\]")
 
 
 def name_variables(jaxpr: Any, args: tuple[Any, ...]) -> None:
-    """Names the variables of a traced program, `jitted.trace(*args).jaxpr`, by their paths in the arguments.
+    """Names the variables of `jitted.trace(*args).jaxpr` by their paths in the arguments.
 
     Where an object has a variable several times, or the program has other arguments, the names stay as they are.
     """
