@@ -98,7 +98,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.page import write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
-    from jaxremat.session.answers import batches_of, failure_of, policy_of, trials_of, with_next_begun
+    from jaxremat.session.answers import batches_of, failure_of, policy_in_short, policy_of, trials_of, with_next_begun
     from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
@@ -127,7 +127,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                     continue
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
                 for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
-                    progress.show(f"{policy}, batch {batch}")
+                    progress.show(f"{policy_in_short(str(policy))}, batch {batch}")
                     row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
                     printer.row(row)
                     if flags.page and row.total_bytes is not None:

@@ -171,7 +171,7 @@ def answers(
         yield from NOT_ESTIMATED
         return _answer_auto(session, requested, requested.policy, listener)
     compiles, policy = Compiles(), policy_of(requested)
-    what = with_preset(str(policy), requested.xla_preset)
+    what = with_preset(policy_in_short(str(policy)), requested.xla_preset)
     trials = replace(
         trials_of(session, requested, listener.note),
         on_compile=lambda _, batch: listener.progress(compile_text(what, compiles.next(), f"batch {batch}")),
@@ -213,7 +213,7 @@ def begin_first(
     trials, policy = trials_of(session, requested, lambda note: None), policy_of(requested)
     trials = replace(trials, with_dump=with_dump or trials.with_dump)
     for batch in batches_of(session, requested)[: int(trials.begins)]:
-        progress(f"{with_preset(str(policy), requested.xla_preset)}: tracing batch {batch}")
+        progress(f"{with_preset(policy_in_short(str(policy)), requested.xla_preset)}: tracing batch {batch}")
         trials.begin(policy, batch)
 
 

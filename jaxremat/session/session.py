@@ -340,7 +340,7 @@ class Session:
         """For each policy the record of its memory, the trials of its step, and the policy."""
         from jaxremat.report.progress import Progress
         from jaxremat.report.screen import shared_screen
-        from jaxremat.session.answers import policy_of, trials_of, with_next_begun
+        from jaxremat.session.answers import policy_in_short, policy_of, trials_of, with_next_begun
         from jaxremat.trial.explain import explain
 
         session = self._requesting(policies, batch)
@@ -353,7 +353,7 @@ class Session:
         with Progress(shared_screen().progress) as progress:
             for requested in with_next_begun(session, progress.show, with_dump=True):
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
-                progress.show(f"{policy}, batch {batch}")
+                progress.show(f"{policy_in_short(str(policy))}, batch {batch}")
                 row = explain(trials, policy, batch, num_largest, requested=requested.text, lint=lint)
                 yield row, trials, policy
 
