@@ -21,7 +21,8 @@ from typing import Any
 from jaxremat.answer.attention_kernels import AttentionKernel
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.tables import Product
-from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes
+from jaxremat.mesh.axes import ONE_DEVICE, MeshAxes, MeshShape
+from jaxremat.mesh.own_experts import ROWS
 from jaxremat.mesh.sharding import AnyMesh, groups_along, num_parts
 from jaxremat.policy.program import Atom, Equation, Program
 from jaxremat.xla.collectives import Collective, collective_seconds
@@ -54,6 +55,7 @@ class Share:
         """
         of_params: dict[int, int] = {}
         gathers: set[int] = set()
+        in_rows = {n for one in program.equations if ROWS in str(one.name_stack).split("/") for n in one.outputs}
         for number in program.inputs:
             aval = program.avals[number]
             if parts := self.parts.get((tuple(aval.shape), str(aval.dtype))):
@@ -67,7 +69,9 @@ class Share:
                 parts = num_parts(equation.eqn.params["sharding"]) or before
                 gathers.update(equation.outputs if parts < before else ())
             of_params.update(dict.fromkeys(equation.outputs, parts))
-        return _with_gathers_alone(program, gathers), Lies(self, program.avals, of_params, frozenset(gathers))
+        return _with_gathers_alone(program, gathers), Lies(
+            self, program.avals, of_params, frozenset(gathers), frozenset(in_rows)
+        )
 
     @property
     def num_sharing(self) -> int:
@@ -76,6 +80,11 @@ class Share:
         A layer is traced at the batch of a data-parallel group, or on a workload's own mesh at that of all devices.
         """
         return self.axes.num_devices // self.axes.num_members
+
+    @property
+    def num_expert_groups(self) -> int:
+        """The number of devices along the axis `expert`."""
+        return self.axes.expert if isinstance(self.axes, MeshShape) else 1
 
 
 #: One device, which stores and computes everything.
@@ -91,16 +100,19 @@ class Lies:
         avals: the shape and dtype of every value, by number.
         of_params: in how many parts the values lie that are made of parameters alone.
         gathers: those of them that a gather makes.
+        in_rows: the values that a device has for the tokens of all devices along the axis `expert`.
     """
 
     share: Share
     avals: Mapping[int, Any]
     of_params: Mapping[int, int]
     gathers: frozenset[int]
+    in_rows: frozenset[int] = frozenset()
 
     def num_bytes(self, number: int) -> int:
         """Bytes of a value on one device."""
-        return _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.num_sharing)
+        times = self.share.num_expert_groups if number in self.in_rows else 1
+        return times * _num_bytes(self.avals[number]) // self.of_params.get(number, self.share.num_sharing)
 
     def moved_bytes(self, equation: Equation, number: int) -> int:
         """Bytes of a value that an operation reads or writes.

@@ -33,7 +33,8 @@ def estimate_workload(
     Dropout is included. The seconds are those of all microbatches of a step, and the bytes are those of one microbatch. On a
     mesh they are those of one device (`layer_share.py`). Of the collectives, the gathers of the decoder's kernels have a price.
     Experts that the mesh divides are those of one device before they exchange tokens: all experts for its own tokens are as many
-    bytes and FLOPs as its own experts for all tokens. Only their author's names can be saved.
+    FLOPs as its own experts for all tokens, and with `dense` dispatch as many bytes. With `ragged` dispatch a device has rows for
+    all tokens, which `layer_share.py` counts. Only their author's names can be saved.
 
     Args:
         trials: the trials of the workload.

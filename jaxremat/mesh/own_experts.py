@@ -7,6 +7,7 @@ Devices along the axis `expert` gather the tokens of all of them. Each computes 
 gets back its own tokens with the sum of what all experts returned. Tokens aren't sent to single devices (all-to-all).
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from jaxremat.mesh.sharding import divided_by
 #: The scope of the experts where a mesh divides them, but not at the batch that is traced. A plan traces a layer at the batch of
 #: one group. In the compiled step a `shard_map` is in the scope's place, and only the authors' names exist there.
 SCOPE = "own_experts"
+#: The scope inside it of experts whose rows a device has for the tokens of all devices along `expert`, and not a share of them.
+ROWS = "rows_of_all"
 #: `(first, tokens, kernels) -> y`: the results `[B, T, D]` of the experts whose kernels are given, of which `first` is the first
 #: one's number.
 Compute = Callable[[Any, Sequence[jax.Array], Sequence[jax.Array]], jax.Array]
@@ -42,14 +45,15 @@ def with_own_experts(
         tokens: arrays `[B, T, ...]`.
         kernels: arrays whose first dimension counts experts.
         axes: the logical axes of the dimensions of each kernel.
-        always: whether a mesh that doesn't divide the experts needs it, too.
+        always: whether a mesh that doesn't divide the experts needs it, too. Each device then has rows for all tokens, of which
+            those of other devices' experts are zero.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not (always or mesh.shape["expert"] > 1):
         return compute(0, tokens, kernels)
     of_batch = divided_by(mesh, tokens[0].shape[:1], ("batch",))
     if not any(of_batch) and math.prod(mesh.shape[axis] for axis in BATCH_AXES) > 1:
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(SCOPE), jax.named_scope(ROWS) if always else contextlib.nullcontext():
             return compute(0, tokens, kernels)
     specs = [PartitionSpec(*divided_by(mesh, kernel.shape, names)) for kernel, names in zip(kernels, axes, strict=True)]
     gathers = mesh.shape["expert"] > 1

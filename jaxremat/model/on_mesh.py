@@ -11,14 +11,8 @@ from jaxremat.errors import UsageError
 from jaxremat.mesh.axes import MeshShape
 
 
-def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
-    """Raises UsageError where `mesh` can't divide `model`, or a plan can't be made for it there.
-
-    Args:
-        model: the model.
-        mesh: the mesh.
-        planned: whether `--policy auto` was requested.
-    """
+def check_mesh(model: ModelConfig, mesh: MeshShape) -> None:
+    """Raises UsageError where `mesh` can't divide `model`."""
     if model.num_experts % mesh.expert:
         expert = math.gcd(model.num_experts, mesh.expert)
         raise UsageError(
@@ -35,11 +29,4 @@ def check_mesh(model: ModelConfig, mesh: MeshShape, *, planned: bool) -> None:
             allowed=f"tensor={', '.join(map(str, divisors(model.num_kv_heads)))}",
             cause="each device computes the attention of whole heads",
             next_step=f"--mesh {dataclasses.replace(mesh, fsdp=mesh.fsdp * mesh.tensor // tensor, tensor=tensor)}",
-        )
-    if planned and model.has_experts and mesh.expert > 1 and model.dispatch == "ragged":
-        raise UsageError(
-            f"--policy auto got experts on the mesh {mesh} with --dispatch ragged",
-            allowed="a plan for ragged dispatch without the axis expert, or for dense dispatch",
-            cause="each device has rows for the tokens of all devices along expert, which isn't foreseen",
-            next_step="--policy dots+attention nothing save:router_logits,mlpwi_0,mlpwi_1,out_proj",
         )

@@ -67,7 +67,7 @@ def _requested(config: ModelConfig, seq_len: int, line: str = "") -> Model:
         seq_len=seq_len,
         check=lambda train: check(config, train),
         flops_at=lambda seq_len: model_flops(config, 1, seq_len),
-        check_mesh=lambda mesh, planned: check_mesh(config, mesh, planned=planned),
+        check_mesh=lambda mesh: check_mesh(config, mesh),
         no_effect=dict(_no_effect(config)),
     )
 

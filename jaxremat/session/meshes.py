@@ -40,7 +40,7 @@ def choose_mesh(
     from jaxremat.trial.record import picked
 
     request, flags = replace(request, policies=(requested,)), request.flags
-    obstacles = {mesh: _obstacle(request, requested, mesh) for mesh in request.meshes}
+    obstacles = {mesh: _obstacle(request, mesh) for mesh in request.meshes}
     possible = [mesh for mesh, obstacle in obstacles.items() if not obstacle]
     if not possible:
         mesh, obstacle = next(iter(obstacles.items()))
@@ -114,7 +114,7 @@ def _or_none(mesh: MeshShape) -> MeshShape | None:
     return None if mesh == ONE_DEVICE else mesh
 
 
-def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape) -> str:
+def _obstacle(request: Request[Any], mesh: MeshShape) -> str:
     """Why `mesh` doesn't go with the request, before anything is traced. Empty if it does."""
     global_batch, num_groups = request.flags.global_batch, mesh.num_members
     if global_batch is not None and global_batch % num_groups:
@@ -123,7 +123,7 @@ def _obstacle(request: Request[Any], requested: RequestedPolicy, mesh: MeshShape
     if uneven := [batch for batch in request.batches if of_group % batch]:
         return f"has a global batch of {of_group} in each data-parallel group, which --batch {uneven[0]} doesn't divide"
     try:
-        request.model.check_mesh(mesh, isinstance(requested.policy, Auto))
+        request.model.check_mesh(mesh)
     except UsageError as error:
         return error.got.removeprefix(f"--mesh {mesh} ")
     return ""

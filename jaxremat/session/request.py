@@ -195,7 +195,7 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
          "the number of microbatches follows from the global batch and the batch that fits"),
     )  # fmt: skip
     _check_global_batch(flags, policies)
-    mesh, meshes = _meshes(flags, requested.model, planned=planned)
+    mesh, meshes = _meshes(flags, requested.model)
     model, train = narrowed(requested.model, Narrowed(flags.train_only, flags.freeze)), requested.train
     return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
 
@@ -339,7 +339,7 @@ def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...])
             )
 
 
-def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
+def _meshes(flags: StepFlags, model: Model) -> tuple[MeshShape | None, tuple[MeshShape, ...]]:
     """The mesh of --mesh, --devices and --nodes, and the meshes that `--mesh auto` compares."""
     name = target_name(flags.target, on_mesh=flags.on_mesh)
     chip = chip_of(name)
@@ -369,7 +369,7 @@ def _meshes(flags: StepFlags, model: Model, *, planned: bool) -> tuple[MeshShape
     if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
         raise uneven_groups(total, mesh)
     if mesh:
-        model.check_mesh(mesh, planned)
+        model.check_mesh(mesh)
     return mesh, ()
 
 

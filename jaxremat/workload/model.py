@@ -41,8 +41,7 @@ class Model:
         seq_len: tokens per sequence where no flag says it.
         check: `check(train)` raises UsageError where the model can't be trained so.
         flops_at: what a sequence of a length costs beside one of another length, such as its FLOPs.
-        check_mesh: `check_mesh(mesh, planned)` raises UsageError where the mesh can't divide the model, or no plan can be made on
-            it.
+        check_mesh: `check_mesh(mesh)` raises UsageError where the mesh can't divide the model.
         no_effect: by field, why its flag changes nothing of this model.
         source_hash: the hash of code that isn't this package's. None where there is none.
     """
@@ -61,7 +60,7 @@ class Model:
     seq_len: int = TrainConfig.seq_len
     check: Callable[[TrainConfig], None] = field(default=lambda train: None, compare=False)
     flops_at: Callable[[int], float] = field(default=float, compare=False)
-    check_mesh: Callable[[MeshShape, bool], None] = field(default=lambda mesh, planned: None, compare=False)
+    check_mesh: Callable[[MeshShape], None] = field(default=lambda mesh: None, compare=False)
     no_effect: Mapping[str, str] = field(default_factory=dict)
     source_hash: Callable[[], str] | None = field(default=None, compare=False)
 
