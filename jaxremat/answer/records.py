@@ -90,8 +90,8 @@ def answer_plan(planned: Planned, objective: Objective, emit: Emit, max_batch: i
 def _planned_trial(planned: Planned, *, linted: bool = False) -> TrialRecord:
     """The trial of a plan's step.
 
-    If it is `linted`, the lint's rules look at its buffers too. For a device that is here, that would take one more compile, and
-    they don't.
+    If it is `linted`, the lint's rules look at its buffers too. For a device that is here, whose results aren't stored, that
+    would take one more compile, and they don't.
     """
     answer, trials = planned.answer, planned.trials
     if linted and trials.target.kind == "deviceless":
@@ -202,7 +202,8 @@ def code_of(policy: Policy, trials: Trials, batch: int) -> tuple[str, ...]:
 def _tried(planned: Planned) -> Iterator[TriedStep]:
     trials = planned.trials
     for one in planned.found.tried:
-        how = trials.factory.layout(), trials.train_at(one.batch).accumulate
+        num_microbatches = trials.train_at(one.batch).accumulate
+        how = trials.factory.layout(), None if num_microbatches == 1 else num_microbatches
         yield TriedStep(str(one.policy), one.loss, one.batch, one.cost.total_bytes, one.cost.step_s, *how)
 
 

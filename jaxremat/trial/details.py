@@ -38,7 +38,7 @@ class TriedStep:
         total_bytes: XLA's total for a device.
         step_s: predicted seconds of the step.
         layout: how its layers run; None where the workload decides that itself.
-        accumulate: microbatches of the step.
+        accumulate: microbatches of the step; None for one.
     """
 
     policy: str
@@ -47,12 +47,12 @@ class TriedStep:
     total_bytes: int
     step_s: float
     layout: Layout | None = None
-    accumulate: int = 1
+    accumulate: int | None = None
 
     @property
     def rate(self) -> float:
         """Predicted samples per second of a data-parallel group."""
-        return self.accumulate * self.batch / self.step_s
+        return (self.accumulate or 1) * self.batch / self.step_s
 
 
 @dataclass(frozen=True)

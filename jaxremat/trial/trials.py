@@ -306,8 +306,10 @@ class Trials:
         """
         steps = self.of(policy)
         done = steps.done.get(batch)
-        has_no_dump = isinstance(done, Compilation) and done.dump is None and not done.is_too_large
-        if done is None or (self.with_dump and has_no_dump):
+        if self.with_dump and isinstance(done, Compilation) and done.dump is None and not done.is_too_large:
+            done = done.with_stored_dump()
+            steps.done |= {batch: done} if done else {}
+        if done is None:
             self.on_compile(policy, batch)
             begun = steps.begun.pop((batch, self.with_dump), None)
             try:

@@ -55,8 +55,8 @@ from jaxremat.xla.traced import offloads_in_loop
 
 #: A limit of `limit_bytes` that hardly any program is within.
 LEAST_LIMIT = 2**20
-#: XLA's result, and the `jax.stages.Compiled`, None where the store had it.
-Result = tuple[XlaResult, Any]
+#: XLA's result, the `jax.stages.Compiled`, None where the store had it, and the key of the result in the store, if it is there.
+Result = tuple[XlaResult, Any, str | None]
 T = TypeVar("T")
 
 
@@ -80,6 +80,7 @@ class Compilation:
         is_too_large: whether XLA rejected the program as too large. There is no program then, and `memory` has the bytes that it
             needs and nothing else.
         roles: as of `read_map`, the categories of arguments whose path doesn't show them. None for none.
+        key: the key of XLA's result in the store. None where it isn't stored.
     """
 
     memory: CompiledMemory
@@ -95,6 +96,12 @@ class Compilation:
     device_spaces: Collection[int] | None = None
     is_too_large: bool = False
     roles: Mapping[str, Category] | None = None
+    key: str | None = None
+
+    def with_stored_dump(self) -> "Compilation | None":
+        """The same with XLA's dump from the store. None where that hasn't it."""
+        stored = stored_result(self.key) if self.key else None
+        return replace(self, dump=stored.dump) if stored and stored.dump else None
 
     @functools.cached_property
     def module(self) -> hlo.Module:
@@ -277,7 +284,7 @@ def begin_compile(
 
     def done() -> Compilation:
         with _errors_in_words(target, tried_otherwise if suggest else None):
-            result, compiled = result_of()
+            result, compiled, key = result_of()
         compilation = Compilation(
             memory=result.memory,
             hlo_text=result.hlo_text,
@@ -291,6 +298,7 @@ def begin_compile(
             num_elsewhere=len(elsewhere),
             device_spaces=target.chip.device_spaces,
             is_too_large=result.is_too_large,
+            key=key,
         )
         if offloads and (wrong := misread(compilation.module)):
             raise CompileError(
@@ -348,7 +356,7 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
     """
     key = result_key(without_addresses(lowered.as_text(debug_info=True)), target, options) if stores else None
     if key and (stored := stored_result(key)):
-        return stored, None
+        return stored, None, key
     started, written = time.perf_counter(), None
     limit_bytes = _limit_bytes(target, options)
     dumps = bool(key or with_dump or limit_bytes)
@@ -367,7 +375,7 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
                 result = XlaResult(time.perf_counter() - started, memory, "", None, is_too_large=True)
                 if key:
                     store_result(key, result)
-                return result, None
+                return result, None, key
             if key and is_lasting(error, target):
                 store_result(key, str(error))
             raise
@@ -379,9 +387,9 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
         needed_bytes = _needed(result, limit_bytes, target.chip.device_spaces or ())
         result = replace(result, memory=replace(result.memory, needed_bytes=needed_bytes))
     if not key:
-        return result, compiled
+        return result, compiled, None
     store_result(key, result)
-    return result, None
+    return result, None, key
 
 
 def _limit_bytes(target: Target, options: Mapping[str, Any]) -> int | None:
