@@ -374,10 +374,8 @@ def _grown(key: str, places: tuple[str, str], before: Baseline, now: Baseline, t
     from jaxremat.xla.buffers import shape_change
 
     more = f" and the tolerance of {_in_words(tolerance)}" if tolerance else ""
-    lines = [f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
-    for where, was, after in (("device", before.total_bytes, now.total_bytes), ("host", before.host_bytes, now.host_bytes)):
-        if after != was:
-            lines.append(f"  {where}: {_became(was, after)}")
+    first = _both_became((before.total_bytes, before.host_bytes), (now.total_bytes, now.host_bytes))
+    lines = [first, f"{key}: the step takes more memory on {places[1]} than its baseline{more}, with {places[0]}"]
     former = {(one.category, one.label): one for one in before.at_peak}
     pairs = [(former.get((one.category, one.label)), one) for one in now.at_peak]
     changes = [(one.num_bytes - (was.num_bytes if was else 0), was, one) for was, one in pairs]

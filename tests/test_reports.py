@@ -361,17 +361,23 @@ def test_a_plan(snapshot):
 def test_a_plan_names_the_least_compiled_step_that_is_as_fast():
     """At a smaller batch, say, whose rate the predicted times don't tell from the plan's."""
     chosen, slow = TriedStep("dots", "own", 8, 4 * GIB, 0.25, None, 4), TriedStep("nothing", "own", 2, GIB, 0.4, None, 16)
-    near = TriedStep("none", "own", 4, 2 * GIB, 0.26, None, 8)
-    known = dict[str, Any](paired_error=0.1, total_bytes=4 * GIB, tried=(slow, near, chosen))
+    near = TriedStep("nothing", "own", 4, 2 * GIB, 0.26, None, 8)
+    known = dict[str, Any](paired_error=0.1, total_bytes=4 * GIB, budget_bytes=4 * GIB, tried=(slow, near, chosen))
 
     def said(**changes: Any) -> list[str]:
-        return [line for line in plan_sentences(plan(**known | changes)) if line.startswith("Batch")]
+        lines = plan_sentences(plan(**known | changes))
+        found = [line for line in lines if line.startswith("Batch")]
+        assert any(line.startswith("They are as fast: ") for line in lines) is bool(found)
+        return found
 
-    (line,) = said()
-    assert line.startswith("Batch 8 x 4 under none takes 2.00 GiB. It is predicted 3.8% slower: ")
-    assert (
-        said(tried=(slow, chosen)) == said(objective="batch") == said(paired_error=0.03) == said(total_bytes=2 * GIB) == []
-    )
+    of_least = ["Batch 8 x 4 under nothing takes 2.00 GiB, and is predicted 3.8% slower."]
+    assert said() == of_least
+    others = said(tried=(slow, chosen)), said(objective="batch"), said(paired_error=0.03), said(total_bytes=2 * GIB)
+    assert others == ([], [], [], [])
+    without = replace(near, policy="none", total_bytes=5 * GIB)
+    of_none = ["Batch 8 x 4 under none, without checkpoints, takes 5.00 GiB, and is predicted 3.8% slower."]
+    assert said(tried=(slow, near, chosen, without), budget_bytes=6 * GIB) == of_least + of_none
+    assert said(tried=(slow, near, chosen, without)) == of_least
 
 
 def test_code_of_each_policy_is_printed_once_after_its_answer():

@@ -51,9 +51,9 @@ def show_no_fit(
         row.batch,
         on_compile=lambda flags, number: progress.show(f"nothing fits: trying {flags}"),
     )
-    print_no_fit(report, explained, suggestions, least)
-    workload = trials.workload_at()
+    workload, of_state = trials.workload_at(), list[str]()
     if workload.step is None and workload.mesh is None:
         whole_bytes = state_and_argument_bytes(workload, trials.train)
-        report.show(*state_sentences(trials.state_bytes(), whole_bytes, trials.budget_bytes))
+        of_state = state_sentences(trials.state_bytes(), whole_bytes, trials.budget_bytes)
+    print_no_fit(report, explained, suggestions, least, of_state)
     return suggestions

@@ -49,7 +49,7 @@ SHOWN_NAMES = 20
 #: The cause and the next step where numbered operations, such as `mlp/mul.9`, don't exist.
 _OF_ANOTHER_PROGRAM = (
     "the policy was planned for another program: with another dtype, without dropout or in evaluation other operations run",
-    "plan this program; where no gradient is computed, leave the policy out",
+    "plan this program; where no gradient is computed, leave the policy out; --list names has the names of this one",
 )
 
 

@@ -6,6 +6,7 @@ The first sentence of a plan: `Planned: batch 8, chunked loss, 29.26 GiB of 30.0
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from jaxremat.report.policy_text import shortened
 from jaxremat.report.sentences import APART
 from jaxremat.report.steps import LAYOUT_WORDS, batch_text, loss_text, steps_table
 from jaxremat.report.table import counted, gib_number, list_table, number
+from jaxremat.trial.details import TriedStep
 from jaxremat.trial.record import PlanRecord, TrialRecord
 from jaxremat.units import gib
 from jaxremat.xla.dump import short_source
@@ -73,21 +75,32 @@ def _made_at(plan: PlanRecord) -> list[str]:
 
 
 def _as_fast(plan: PlanRecord) -> list[str]:
-    """The compiled step of the fewest bytes that is as fast as the plan.
+    """The compiled steps that are as fast as the plan.
 
-    Empty where it takes hardly fewer bytes than the plan.
+    They are that of the fewest bytes, and that of `none`. The former isn't named where it takes hardly fewer bytes than the plan.
     """
     error = plan.paired_error or 0.0
     steps = [one for one in plan.tried if one.layout == plan.layout]
     rate = max((one.rate for one in steps if one.batch == plan.batch and one.policy == plan.policy), default=0.0)
-    near = [one for one in steps if one.rate * (1 + error) > rate and one.total_bytes < _LESS * plan.total_bytes]
-    if plan.objective != "time" or not error or not near or not rate:
+    near = [one for one in steps if one.rate * (1 + error) > rate and one.total_bytes <= plan.budget_bytes]
+    if plan.objective != "time" or not error or not rate:
         return []
-    least = min(near, key=lambda one: one.total_bytes)
-    slower = max(0.0, 100 * (1 - least.rate / rate))
-    loss = "" if least.loss == plan.loss else f", {least.loss} loss,"
-    step = f"Batch {batch_text(least)} under {shortened(least.policy)}{loss}"
-    return [f"{step} takes {gib(least.total_bytes)}. It is predicted {slower:.1f}% slower: {APART.format(error)}."]
+    least = [one for one in near if one.total_bytes < _LESS * plan.total_bytes]
+    of_none = [one for one in near if one.policy == str(NONE) != plan.policy]
+    shown = [min(least, key=lambda one: one.total_bytes)] if least else []
+    shown += [one for one in [max(of_none, key=lambda one: one.rate)] if one not in shown] if of_none else []
+    return [*map(partial(_beside, plan, rate), shown), *([f"They are as fast: {APART.format(error)}."] if shown else [])]
+
+
+def _beside(plan: PlanRecord, rate: float, one: TriedStep) -> str:
+    """A compiled step beside the plan, which has this rate."""
+    faster = 100 * (one.rate / rate - 1)
+    loss = "" if one.loss == plan.loss else f", {one.loss} loss,"
+    without = ", without checkpoints," if one.policy == str(NONE) else ""
+    step = f"Batch {batch_text(one)} under {shortened(one.policy)}{without or loss}"
+    return (
+        f"{step} takes {gib(one.total_bytes)}, and is predicted {abs(faster):.1f}% {'faster' if faster > 0 else 'slower'}."
+    )
 
 
 def _bound(plan: PlanRecord, recompute_s: float) -> str:

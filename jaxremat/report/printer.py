@@ -347,7 +347,11 @@ def _least(rows: Sequence[Any]) -> Any:
 
 
 def print_no_fit(
-    report: Report, explained: ExplainRecord | None, suggestions: Sequence[SuggestionRecord], least: SuggestionRecord | None
+    report: Report,
+    explained: ExplainRecord | None,
+    suggestions: Sequence[SuggestionRecord],
+    least: SuggestionRecord | None,
+    of_state: Sequence[str] = (),
 ) -> None:
     """Prints, if nothing fits, the largest live buffers and the suggestions.
 
@@ -356,10 +360,13 @@ def print_no_fit(
         explained: the step that doesn't fit, with its largest buffers. None if they were printed before.
         suggestions: the changes of the flags under which the step fits.
         least: of all changes that were compiled, the one of the fewest bytes, printed if there is no suggestion.
+        of_state: what to do about a state that alone is over the budget.
     """
     for record in (*([explained] if explained else []), *suggestions):
         report.record(record)
     if explained and explained.largest:
         report.show(memory.largest_table(explained))
-    fitting = steps.suggestions_table(suggestions) if suggestions else sentences.no_suggestion_sentence(least)
-    report.show(fitting, whole=True)
+    fitting = [steps.suggestions_table(suggestions)] if suggestions else []
+    if not fitting and not of_state:
+        fitting = [sentences.no_suggestion_sentence(least)]
+    report.show(*fitting, *of_state, whole=True)

@@ -19,6 +19,8 @@ from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE
 
 #: Why two steps count as equally fast, from how far their predicted times may be off beside each other, as a share.
 APART = "predicted times that differ by less than {:.0%} don't tell two steps apart"
+#: Results without an argument's memory are much of a step from this share of its bytes on.
+_MUCH = 0.01
 #: The share of the budget up to which the state leaves room for a step.
 _OF_STATE = 0.75
 
@@ -86,7 +88,17 @@ def batch_sentence(row: StepRecord) -> str:
         return f"Batch {batch_text(row)} under {policy_text(row)} failed: {row.error}"
     verb, failed = "fits" if row.fits else "does not fit", f" It failed when run: {row.error}" if row.error else ""
     size = f"{gib(row.total_bytes)} of {gib(row.budget_bytes)}"
-    return f"Batch {batch_text(row)} {verb} under {policy_text(row)}: {size}.{failed}"
+    return f"Batch {batch_text(row)} {verb} under {policy_text(row)}: {size}.{_outputs(row)}{failed}"
+
+
+def _outputs(row: StepRecord) -> str:
+    """What a step that fits takes for results that have no argument's memory, if that is much."""
+    outputs = (row.output_bytes or 0) - (row.alias_bytes or 0) if isinstance(row, TrialRecord) and row.fits else 0
+    return (
+        f" Results without an argument's memory take {gib(outputs)} of it."
+        if outputs > _MUCH * (row.total_bytes or 0)
+        else ""
+    )
 
 
 def failure_sentence(failure: FailureRecord, said: dict[str, str]) -> str:
@@ -160,7 +172,7 @@ def state_sentences(state_bytes: int, whole_bytes: int, budget_bytes: int) -> li
         return []
     devices = 2 ** max(1, math.ceil(math.log2(whole_bytes / (_OF_STATE * budget_bytes))))
     return [
-        f"The parameters and the optimizer state alone take {gib(state_bytes)} of {gib(budget_bytes)}. "
+        f"The parameters and the optimizer state alone take {gib(state_bytes)}, and the budget is {gib(budget_bytes)}. "
         f"--mesh auto --devices {devices} divides them."
     ]
 
@@ -204,14 +216,16 @@ def job_sentences(rows: Sequence[TrialRecord]) -> list[str]:
 
     Empty without such a step.
     """
-    changed = [row for row in rows if row.xla_remat_above_bytes and (row.total_bytes or 0) > row.xla_remat_above_bytes]
+    fitting = [row for row in rows if row.fits and row.xla_remat_above_bytes]
+    changed = [row for row in fitting if (row.total_bytes or 0) > (row.xla_remat_above_bytes or 0)]
     if not changed:
         return []
     least = min(changed, key=lambda row: row.batch)
     line = flag_line(*filter(None, (least.disabled_pass, REMAT)))
     return [
         f"In a job XLA's own rematerialization may change a step above {gib(least.xla_remat_above_bytes or 0)}, such as batch "
-        f"{least.batch} under {policy_text(least)}. {line} gives a job the bytes shown; --xla-remat shows those without it."
+        f"{least.batch} under {policy_text(least)}. {line} gives a job the bytes shown. --xla-remat shows the bytes of a job "
+        "without that flag."
     ]
 
 

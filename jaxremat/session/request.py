@@ -13,11 +13,22 @@ from typing import Any, Generic, TypeVar
 
 from jaxremat.chips.catalog import DEFAULT_DEVICELESS, PRESETS, chip_of, describe, target_name
 from jaxremat.config import Layout, TrainConfig, divisors, override
-from jaxremat.errors import UsageError, alone, bad_value, both, flag_of, nearest, reject
+from jaxremat.errors import (
+    UnknownPolicyError,
+    UsageError,
+    alone,
+    bad_value,
+    both,
+    closest,
+    did_you_mean,
+    flag_of,
+    nearest,
+    reject,
+)
 from jaxremat.mesh.axes import MAX_NETWORK_GBPS, MeshShape, parse_mesh
 from jaxremat.mesh.sensible import sensible_meshes
 from jaxremat.model.requested import named_decoder
-from jaxremat.policy.grammar import parse
+from jaxremat.policy.grammar import forms, parse
 from jaxremat.policy.maxtext import config_batch, config_words
 from jaxremat.policy.spec import Policy
 from jaxremat.search.batch import MAX_BATCH
@@ -194,8 +205,8 @@ def check_step(flags: StepFlagsT, requested: RequestedModel | None = None, *, on
          both(f"--global-batch {flags.global_batch}", f"--accumulate {flags.training.accumulate}"), "leave one of them out",
          "the number of microbatches follows from the global batch and the batch that fits"),
     )  # fmt: skip
-    _check_global_batch(flags, policies)
     mesh, meshes = _meshes(flags, requested.model)
+    _check_global_batch(flags, policies, None if meshes else mesh)
     model, train = narrowed(requested.model, Narrowed(flags.train_only, flags.freeze)), requested.train
     return Request(policies, model, train, flags.batch, flags.budget, flags, mesh, meshes=meshes)
 
@@ -247,8 +258,9 @@ def requested_model(flags: StepFlags) -> RequestedModel:
          "in your function, model = qwix.apply_lora_to_model(model, qwix.LoraProvider(module_path='.*', rank=16, alpha=16.0)), "
          "and Workload(..., trainable='*_lora_*'); examples/lora_own_model.py is whole",
          "adapters are put in where a model is made, and not into a finished loss", "--lora with presets and --hf"),
-        (is_own and of_presets, f"--model {named} is a workload of your own, and about presets alone: "
-         f"{', '.join(map(flag_of, of_presets))}", "leave that out; --model-arg KEY=VALUE sets what your function takes"),
+        (is_own and of_presets, f"--model {named} is a workload of your own, and "
+         f"{', '.join(map(flag_of, of_presets))} is for presets alone", "leave that out; --model-arg KEY=VALUE sets what "
+         "your function takes"),
     )  # fmt: skip
     if lengths:
         training["seq_len"] = lengths[0]
@@ -326,14 +338,20 @@ def _check_run_flags(flags: RunFlags, request: Request[RunFlags]) -> None:
     )  # fmt: skip
 
 
-def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...]) -> None:
-    """Raises UsageError where a batch doesn't divide --global-batch: of --batch, else of a plan."""
+def _check_global_batch(flags: StepFlags, policies: tuple[RequestedPolicy, ...], mesh: MeshShape | None) -> None:
+    """Raises UsageError where a batch doesn't divide --global-batch: of --batch, else of a plan.
+
+    On a mesh it is that of each data-parallel group.
+    """
     of_plans = {one.text: one.policy.batch for one in policies if isinstance(one.policy, PlanFile)}
-    total = flags.global_batch
+    num_groups = _num_groups(mesh)
+    total = flags.global_batch and flags.global_batch // num_groups
+    of_each = f", which is {total} for each of {num_groups} data-parallel groups" if num_groups > 1 else ""
     for named, batch in {f"--batch {batch}": batch for batch in flags.batch}.items() or of_plans.items():
         if total is not None and total % batch:
             raise UsageError(
-                f"{named} does not divide --global-batch {total}" + (f": its batch is {batch}" if named in of_plans else ""),
+                f"{named} does not divide --global-batch {flags.global_batch}{of_each}"
+                + (f": its batch is {batch}" if named in of_plans else ""),
                 allowed=", ".join(map(str, divisors(total))),
                 next_step="give one of these as --batch, or leave it out to find the largest microbatch that fits",
             )
@@ -366,16 +384,21 @@ def _meshes(flags: StepFlags, model: Model) -> tuple[MeshShape | None, tuple[Mes
         meshes = sensible_meshes(*shape, num_experts=model.num_experts, has_tensor=model.has_tensor)
         return mesh, tuple(replace(one, network_gbps=mesh.network_gbps, topology=mesh.topology) for one in meshes)
     mesh, total = parsed(flags.mesh), flags.global_batch
-    if mesh and total is not None and total % mesh.num_members and (model.num_layers is not None or flags.mesh):
+    if mesh and total is not None and total % _num_groups(mesh) and (model.num_layers is not None or flags.mesh):
         raise uneven_groups(total, mesh)
     if mesh:
         model.check_mesh(mesh)
     return mesh, ()
 
 
+def _num_groups(mesh: MeshShape | None) -> int:
+    """The number of data-parallel groups. It is 1 without a mesh."""
+    return mesh.num_members if mesh else 1
+
+
 def uneven_groups(total: int, mesh: MeshShape) -> UsageError:
     """The error of a --global-batch that the data-parallel groups of a mesh don't share evenly."""
-    groups = mesh.num_members
+    groups = _num_groups(mesh)
     return UsageError(
         f"--global-batch {total} over {groups} data-parallel groups of the mesh {mesh}",
         allowed="a global batch that all of them share evenly",
@@ -415,9 +438,24 @@ def _policy(text: str, flags: StepFlags, model: Model) -> Policy | Auto | PlanFi
     if text.startswith("plan:"):
         return load_plan(text.removeprefix("plan:"))
     if text != "auto":
-        return parse(text)
+        return _parsed(text) if isinstance(flags, RunFlags) else parse(text)
     losses = (flags.training.loss,) if flags.training.loss else model.losses
     return Auto(losses, model.layouts if flags.fields.scan_layers in (None, "auto") else ())
+
+
+def _parsed(text: str) -> Policy:
+    """The policy of a text.
+
+    The error of another text names a plan, too.
+    """
+    try:
+        return parse(text)
+    except UnknownPolicyError as error:
+        if forms()[0].pattern not in error.allowed.split(", "):
+            raise
+        near = did_you_mean(closest(text, ("auto",), alike=0.75))
+        allowed = f"auto, plan:FILE, {error.allowed}"
+        raise UnknownPolicyError(error.got, allowed=allowed, cause=error.cause, next_step=near or error.next_step) from None
 
 
 def _xla_presets(flags: StepFlags) -> tuple[str, ...]:

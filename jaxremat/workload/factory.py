@@ -32,8 +32,8 @@ from jaxremat.workload.user_code import with_trace
 from jaxremat.workload.workload import Workload, with_functions
 
 _WITHOUT_LAYERS = (
-    "--policy none; or write jax.named_scope(f'layer_{i}') around each layer, and name them: --layers 'layer_*', "
-    "or layers='layer_*' in the Workload"
+    "--policy none; or leave --layers out where it was given; or write jax.named_scope(f'layer_{i}') around each layer, and "
+    "name them: --layers 'layer_*', or layers='layer_*' in the Workload"
 )
 
 
