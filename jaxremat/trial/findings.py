@@ -37,6 +37,6 @@ def findings(
     found = find(lint_input(compilation, policy=policy, remedies=remedies, **known))
     if requested.partition(":")[0] not in ("auto", "plan"):
         return found
-    # A plan has weighed whether attention's outputs are saved, and the losses that are flags.
-    weighed = ("attention-twice", "logits-largest" if remedies == "flags with loss" else "")
+    # A plan has weighed whether attention's outputs and gathered parameters are saved, and the losses that are flags.
+    weighed = ("attention-twice", "gathered-and-kept", "logits-largest" if remedies == "flags with loss" else "")
     return tuple(finding for finding in found if finding.rule not in weighed)
