@@ -55,7 +55,9 @@ class Share:
         """
         of_params: dict[int, int] = {}
         gathers: set[int] = set()
-        in_rows = {n for one in program.equations if ROWS in str(one.name_stack).split("/") for n in one.outputs}
+        in_rows = set[int]()
+        if self.num_expert_groups > 1:
+            in_rows = {n for one in program.equations if ROWS in str(one.name_stack).split("/") for n in one.outputs}
         for number in program.inputs:
             aval = program.avals[number]
             if parts := self.parts.get((tuple(aval.shape), str(aval.dtype))):
@@ -107,7 +109,7 @@ class Lies:
     avals: Mapping[int, Any]
     of_params: Mapping[int, int]
     gathers: frozenset[int]
-    in_rows: frozenset[int] = frozenset()
+    in_rows: frozenset[int]
 
     def num_bytes(self, number: int) -> int:
         """Bytes of a value on one device."""

@@ -11,7 +11,6 @@ The request decides the records:
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, Planned, plan_run
@@ -26,6 +25,7 @@ from jaxremat.policy.names import WrittenName
 from jaxremat.policy.spec import NOTHING, Policy
 from jaxremat.search.batch import FIRST_BATCH, search_from_above, search_upwards
 from jaxremat.search.compiles import Compiles
+from jaxremat.system.ahead import with_next_begun
 from jaxremat.system.whose import PACKAGE, is_within
 from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
@@ -65,9 +65,7 @@ def answer_batches(
         begin: begins to compile the step of a batch. It is called for the next one before the program waits for a step.
     """
     compiles.expect(len({*batches} - trials.of(policy).done.keys()))
-    for batch, following in zip_longest(batches, batches[1:]):
-        if following:
-            begin(following)
+    for batch in with_next_begun(batches, begin):
         emit(trials.record(policy, batch, requested=requested))
 
 

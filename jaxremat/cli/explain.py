@@ -9,6 +9,7 @@ Exit codes: 0, 1 something failed, 2 usage, 3 nothing that was requested fits, 1
 """
 
 import contextlib
+import functools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.session.flags import StepFlags
 from jaxremat.session.request import Auto, Request, check_step
 from jaxremat.session.session import Session, note
+from jaxremat.system.ahead import with_next_begun
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.xla.results import ignore_older_results
@@ -98,7 +100,7 @@ def show_memory(request: Request[ExplainFlags]) -> int:
     from jaxremat.report.page import write_page
     from jaxremat.report.plot import check_plot, plot_sources
     from jaxremat.report.printer import ExplainPrinter
-    from jaxremat.session.answers import batches_of, failure_of, policy_in_short, policy_of, trials_of, with_next_begun
+    from jaxremat.session.answers import batches_of, failure_of, policies_in_turn, policy_in_short, policy_of, trials_of
     from jaxremat.session.page import page_input
     from jaxremat.trial.explain import explain
 
@@ -121,12 +123,13 @@ def show_memory(request: Request[ExplainFlags]) -> int:
                 show_page(flags.page, with_what_fits(shown), flags.redact)
 
         with says_at_the_end(show_known):
-            for requested in with_next_begun(session, progress.show, with_dump=True):
+            for requested in policies_in_turn(session, progress.show, with_dump=True):
                 if error := session.missing_layers(requested):
                     printer.failed(failure_of(session, requested, error))
                     continue
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
-                for batch in batches_of(session, requested) or (trials.workload_at().num_samples or 1,):
+                batches = batches_of(session, requested) or (trials.workload_at().num_samples or 1,)
+                for batch in with_next_begun(batches, functools.partial(trials.begin, policy)):
                     progress.show(f"{policy_in_short(str(policy))}, batch {batch}")
                     row = explain(trials, policy, batch, flags.top, requested=requested.text, lint=lint)
                     printer.row(row)

@@ -29,6 +29,7 @@ from jaxremat.session.flags import Listable, RunFlags
 from jaxremat.session.lengths import at_each_length, check_lengths, first_batch
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
 from jaxremat.session.session import Session, note
+from jaxremat.system.ahead import with_next_begun
 from jaxremat.system.files import check_outputs
 from jaxremat.system.interrupt import says_at_the_end
 from jaxremat.trial.plan_file import save_plan
@@ -146,6 +147,9 @@ def answer_all(
         first = first_batch(printer.answers, policies[n], session.seq_len)
         return unless_layers_are_missing(own, policies[n], answer_of(own, policies[n], listener, first))
 
+    def begin(n: int) -> None:
+        begin_first(sessions[n], policies[n], listener.progress)
+
     def advance(n: int) -> int | None:
         printer.turn_to(n)
         make = functools.partial(next, answers[n], None)
@@ -156,9 +160,8 @@ def answer_all(
         for n, requested in [*enumerate(policies)] * len(NOT_ESTIMATED):
             if (estimate := advance(n)) is not None:
                 say(estimate_text(with_preset(requested.text, requested.xla_preset), estimate))
-        for n in range(len(policies)):
-            for later in range(n + bool(n), min(n + 2, len(policies))):  # the first one, and always the next one
-                begin_first(sessions[later], policies[later], listener.progress)
+        begin(0)
+        for n in with_next_begun(range(len(policies)), begin):
             with says_at_the_end(functools.partial(printer.policy_done, as_frontier=session.request.flags.frontier)):
                 advance(n)
             if not is_shared(n + 1):

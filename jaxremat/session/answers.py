@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxremat.answer.planned import OnCompile, compiled_under, plan_run
@@ -23,6 +22,7 @@ from jaxremat.report.progress import compile_text
 from jaxremat.search.batch import usual_first_batch
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.session.request import Auto, Frontier, Request, RequestedPolicy
+from jaxremat.system.ahead import with_next_begun
 from jaxremat.system.interrupt import raise_if_interrupted
 from jaxremat.trial.comparisons import MeshChoiceRecord
 from jaxremat.trial.plan_file import PlanFile, differences
@@ -217,20 +217,20 @@ def begin_first(
         trials.begin(policy, batch)
 
 
-def with_next_begun(
+def policies_in_turn(
     session: "Session", progress: Callable[[str], None], *, with_dump: bool = False
 ) -> Iterator[RequestedPolicy]:
     """The policies of the request, one after the other.
 
-    Before each, the first step of the next one is begun. The arguments are those of `begin_first`.
+    The first step of each is begun before the policy before it comes. The arguments are those of `begin_first`.
     """
-    waiting = session.request.policies
-    for requested in waiting[:1]:
+
+    def begin(requested: RequestedPolicy) -> None:
         begin_first(session, requested, progress, with_dump=with_dump)
-    for requested, following in zip_longest(waiting, waiting[1:]):
-        if following:
-            begin_first(session, following, progress, with_dump=with_dump)
-        yield requested
+
+    policies = session.request.policies
+    begin(policies[0])
+    return with_next_begun(policies, begin)
 
 
 def policy_of(requested: RequestedPolicy) -> Policy:

@@ -340,7 +340,7 @@ class Session:
         """For each policy the record of its memory, the trials of its step, and the policy."""
         from jaxremat.report.progress import Progress
         from jaxremat.report.screen import shared_screen
-        from jaxremat.session.answers import policy_in_short, policy_of, trials_of, with_next_begun
+        from jaxremat.session.answers import policies_in_turn, policy_in_short, policy_of, trials_of
         from jaxremat.trial.explain import explain
 
         session = self._requesting(policies, batch)
@@ -351,7 +351,7 @@ class Session:
                 "explain and page take policies, got 'auto'", next_step="session.plan(batch).plan.policy is one"
             )
         with Progress(shared_screen().progress) as progress:
-            for requested in with_next_begun(session, progress.show, with_dump=True):
+            for requested in policies_in_turn(session, progress.show, with_dump=True):
                 policy, trials = policy_of(requested), replace(trials_of(session, requested, note), with_dump=True)
                 progress.show(f"{policy_in_short(str(policy))}, batch {batch}")
                 row = explain(trials, policy, batch, num_largest, requested=requested.text, lint=lint)
@@ -382,11 +382,11 @@ class Session:
     def _answer(self, policies: "Sequence[str | Policy]", batch: int | None, **more: Any) -> Answer:
         from jaxremat.report.progress import Progress
         from jaxremat.report.screen import shared_screen
-        from jaxremat.session.answers import Listener, answer_or_failure, answer_policy, with_next_begun
+        from jaxremat.session.answers import Listener, answer_or_failure, answer_policy, policies_in_turn
 
         session, by_policy = self._requesting(policies, batch, **more), list[tuple[Record, ...]]()
         with Progress(shared_screen().progress) as progress:
-            for requested in with_next_begun(session, progress.show):
+            for requested in policies_in_turn(session, progress.show):
                 records = list[Record]()
                 listener = Listener(records.append, progress.show, note)
                 make = functools.partial(answer_policy, session, requested, listener)

@@ -12,8 +12,9 @@ A result that may not be requested is a guess. A guess is begun only while a cor
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import TypeVar
 
 from jaxremat.errors import UsageError
@@ -45,6 +46,17 @@ def num_at_once() -> int:
 def is_number_of_jobs(text: str) -> bool:
     """Whether `text` says how many compiles run at a time."""
     return text.isdecimal() and int(text) > 0
+
+
+def with_next_begun(items: Sequence[T], begin: Callable[[T], object]) -> Iterator[T]:
+    """The items, one after the other.
+
+    Before each, `begin` is called for the next one.
+    """
+    for item, following in zip_longest(items, items[1:]):
+        if following is not None:
+            begin(following)
+        yield item
 
 
 class Ahead:

@@ -6,6 +6,7 @@ from jaxremat.policy.spec import Policy
 from jaxremat.xla.compile import Compilation
 from jaxremat.xla.lint import find, fused_attention_of
 from jaxremat.xla.lint_input import Remedies, lint_input
+from jaxremat.xla.lint_mesh import GATHERED_AND_SAVED
 from jaxremat.xla.step_facts import Finding
 
 
@@ -38,5 +39,5 @@ def findings(
     if requested.partition(":")[0] not in ("auto", "plan"):
         return found
     # A plan has weighed whether attention's outputs and gathered parameters are saved, and the losses that are flags.
-    weighed = ("attention-twice", "gathered-and-kept", "logits-largest" if remedies == "flags with loss" else "")
+    weighed = ("attention-twice", GATHERED_AND_SAVED, "logits-largest" if remedies == "flags with loss" else "")
     return tuple(finding for finding in found if finding.rule not in weighed)

@@ -28,6 +28,8 @@ from jaxremat.xla.traced import axes_of_constraints, needed_places
 
 #: So many times its share of the FLOPs is more.
 MORE = 1.01
+#: The rule on parameters that are saved as they were gathered. A plan has weighed that.
+GATHERED_AND_SAVED = "gathered-and-kept"
 _UPDATE = "the optimizer's update"
 _MOST_NAMES = 3
 #: The axis along which devices send tokens of sequences of their own. Along the other axes of a batch no others need them.
@@ -109,7 +111,7 @@ def _gathered_and_saved(facts: LintInput) -> Iterator[Finding]:
     num_bytes = sum(size for some in several.values() for _, size in some)
     if num_bytes > facts.small_bytes:
         yield Finding(
-            "gathered-and-kept",
+            GATHERED_AND_SAVED,
             f"{gib(num_bytes)} of gathered parameters are saved from the forward to the backward pass: {listed(several)}",
             facts.under_policy("dots+attention") + ", under which a layer gathers its parameters again",
             num_bytes,
@@ -284,7 +286,7 @@ MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
     MORE_THAN_ITS_SHARE: _more_than_its_share,
     "lies-whole": _replicated,
     "axis-divides-nothing": _axis_divides_nothing,
-    "gathered-and-kept": _gathered_and_saved,
+    GATHERED_AND_SAVED: _gathered_and_saved,
     "gathered-again": _gathered_again,
     "gathers-everything": _gathers_everything,
     "gathers-logits": _gathers_logits,
