@@ -29,7 +29,7 @@ from jaxremat.system.ahead import with_next_begun
 from jaxremat.system.whose import PACKAGE, is_within
 from jaxremat.trial.details import PlannedLayout, TriedStep
 from jaxremat.trial.record import LargestBatchRecord, PlanRecord, Record, TrialRecord, picked
-from jaxremat.trial.row import config_of
+from jaxremat.trial.row import config_of, rates
 from jaxremat.trial.trials import Trials
 
 Emit = Callable[[Record], None]
@@ -206,18 +206,20 @@ def _tried(planned: Planned) -> Iterator[TriedStep]:
 
 
 def _layout(planned: Planned) -> PlannedLayout:
-    """The plan of one layout. Its step was compiled."""
+    """The plan of one layout. Its step was compiled, and isn't measured."""
     found, layout = planned.found, planned.trials.factory.layout()
     assert isinstance(found, Plan), "a layout is listed with its plan"
     assert layout is not None, "the planner compares layouts of known names"
-    row = planned.trials.record(found.policy, found.batch, "probe", requested="auto")
+    tokens_per_s, samples_per_s = rates(planned.trials, found.batch, found.cost.step_s)
+    compiled = planned.trials.compile(found.policy, found.batch)
     return PlannedLayout(
         layout=layout,
         policy=str(found.policy),
         **picked(found, "loss batch"),
         **picked(found.cost, "total_bytes step_s"),
-        **picked(row, "tokens_per_s samples_per_s"),
-        compile_s=(row.lower_s or 0.0) + (row.compile_s or 0.0),
+        tokens_per_s=tokens_per_s,
+        samples_per_s=samples_per_s,
+        compile_s=compiled.lower_s + compiled.compile_s,
         most_share=planned.most_share,
     )
 

@@ -127,8 +127,8 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
     predicted = predict_step_time(compilation.module, speed) if speed else None
     step_s = timing.median_s if timing else predicted.step_s if predicted else None
     workload, accumulate = trials.workload_of(batch), trials.microbatches_at(batch)
-    of_all = workload.model_flops, workload.num_tokens, trials.samples_at(batch)
-    flops, tokens, samples = (None if number is None else accumulate * number / num_devices for number in of_all)
+    tokens_per_s, samples_per_s = rates(trials, batch, step_s)
+    flops = None if workload.model_flops is None else accumulate * workload.model_flops / num_devices
     peak = timing.peak_bytes if timing else None
     outside = timing.outside if timing else None
     arguments = trials.arguments_on_mesh(batch)
@@ -161,8 +161,8 @@ def row_of(about: About, compilation: Compilation, timing: StepTiming | None = N
         step_source="measured" if timing else "predicted" if predicted else None,
         step_min_s=min(timing.steps_s) if timing else None,
         step_max_s=max(timing.steps_s) if timing else None,
-        tokens_per_s=_per_second(tokens, step_s),
-        samples_per_s=_per_second(samples, step_s),
+        tokens_per_s=tokens_per_s,
+        samples_per_s=samples_per_s,
         model_flops=None if flops is None else round(flops),
         executed_flops=executed,
         base_flops=base,
@@ -190,9 +190,20 @@ def _share_of_peak(flops: float | None, step_s: float | None, done: Compilation,
     return flops / (step_s * peak_flops_of(done.module, speed)) if flops and step_s and speed else None
 
 
-def _per_second(number: float | None, step_s: float | None) -> float | None:
-    """How many a second. None where the number or the time isn't known."""
-    return number / step_s if number is not None and step_s else None
+def rates(trials: "Trials", batch: int, step_s: float | None) -> tuple[float | None, float | None]:
+    """Tokens a second and samples a second, of each device. None where their number or the time isn't known.
+
+    Args:
+        trials: the trials of the workload.
+        batch: sequences of a microbatch.
+        step_s: seconds of a step, with all its microbatches.
+    """
+    share = trials.microbatches_at(batch) / trials.target.mesh_shape.num_devices
+    tokens, samples = (
+        share * number / step_s if number is not None and step_s else None
+        for number in (trials.workload_of(batch).num_tokens, trials.samples_at(batch))
+    )
+    return tokens, samples
 
 
 def error_kind(error: Exception) -> str:

@@ -51,7 +51,7 @@ from jaxremat.xla.memory_map import read_map
 from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting, of_while_loop
 from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result, without_addresses
-from jaxremat.xla.traced import offloads_in_loop
+from jaxremat.xla.traced import Traced, offloads_in_loop, read_traced
 
 #: A limit of `limit_bytes` that hardly any program is within.
 LEAST_LIMIT = 2**20
@@ -117,6 +117,11 @@ class Compilation:
     def names(self) -> tuple[WrittenName, ...]:
         """The places where the program writes checkpoint names."""
         return written_names(self.jaxpr)
+
+    @functools.cached_property
+    def traced(self) -> Traced:
+        """The rematerialization of the traced program."""
+        return read_traced(self.jaxpr)
 
     @functools.cached_property
     def exchanges(self) -> tuple[Exchange, ...]:

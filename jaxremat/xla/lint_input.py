@@ -21,7 +21,7 @@ from jaxremat.xla.dump import Frames, parse_frames, short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.memory import CompiledMemory
-from jaxremat.xla.traced import Traced, logit_sizes, read_traced
+from jaxremat.xla.traced import Traced, logit_sizes
 
 #: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever
 #: wrote the loss of a `Workload`. flags: a command's user. flags with loss: a command's user whose workload has
@@ -113,7 +113,7 @@ def lint_input(compilation: Compilation, **known: Any) -> LintInput:
     return LintInput(
         module=compilation.module,
         memory=compilation.memory,
-        traced=read_traced(compilation.jaxpr),
+        traced=compilation.traced,
         jaxpr=compilation.jaxpr,
         mesh=mesh,
         num_elsewhere=compilation.num_elsewhere,

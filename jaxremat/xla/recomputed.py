@@ -25,7 +25,7 @@ from jaxremat.xla.flops import KERNELS, NO_FLOPS, ExecutedFlops, add_flops, exec
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.saved import saved_values
 from jaxremat.xla.step_facts import Operation, Recomputed, SavedAndRecomputed
-from jaxremat.xla.traced import needed_places, read_traced
+from jaxremat.xla.traced import needed_places
 
 
 def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
@@ -33,7 +33,7 @@ def saved_and_recomputed(compilation: Compilation) -> SavedAndRecomputed:
 
     On a mesh, bytes and FLOPs are those of one device.
     """
-    traced, saved = read_traced(compilation.jaxpr), saved_values(compilation.jaxpr, compilation.mesh)
+    traced, saved = compilation.traced, saved_values(compilation.jaxpr, compilation.mesh)
     num_devices = compilation.mesh.num_devices
     uses_host = any(shape.on_host for _, i, _ in executed(compilation.module) for shape in i.shapes)
     named = traced.policy_names & traced.names.keys()

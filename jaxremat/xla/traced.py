@@ -174,8 +174,8 @@ class Place:
 
     def at(self, eqn: Any) -> "Place":
         """The place of an equation of the jaxprs inside this one."""
-        place = replace(self, eqn=eqn, scope=scope_of(self.scope, eqn), is_leaf=not inner_jaxprs(eqn))
-        return replace(place, has_barriers=self.has_barriers or (is_checkpoint(eqn) and eqn.params["prevent_cse"]))
+        barriers = self.has_barriers or (is_checkpoint(eqn) and eqn.params["prevent_cse"])
+        return replace(self, eqn=eqn, scope=scope_of(self.scope, eqn), is_leaf=not inner_jaxprs(eqn), has_barriers=barriers)
 
     @property
     def inside(self) -> "Place":
