@@ -176,7 +176,8 @@ class Search:
         yield from self._start()
         if self.named and len(known.batches) == 1 and known.fixed_bytes + self._all_bytes <= known.steps.budget_bytes:
             yield Proposal(known, NONE, Place(known.losses[0], known.reference))
-        if known.losses[0] in known.curves and not known.most_that_fit:
+        curve = known.curves.get(known.losses[0])
+        if curve and (curve.is_line or len(known.batches) == 1) and not known.most_that_fit:
             yield replace(self, finished=[*self.finished]).choice(has_named=False)
 
     def _start(self) -> Iterator[Proposal | None]:
@@ -187,9 +188,8 @@ class Search:
                 other = best_place(scan, False) if any(curve.is_line for curve in scan.curves.values()) else None
                 yield Proposal(scan, NOTHING, Place(loss, other.batch if other else scan.start or scan.reference))
         yield self._dispute() if len(scan.batches) > 1 else None
-        for loss in losses:
-            if loss in scan.curves and (batch := self._second_batch(loss)):
-                yield Proposal(scan, NOTHING, Place(loss, batch))
+        second = (Place(loss, batch) for loss in losses if loss in scan.curves and (batch := self._second_batch(loss)))
+        yield next((Proposal(scan, NOTHING, place) for place in second), None)  # the other losses follow that line
 
     def _second_batch(self, loss: str) -> int | None:
         """The batch of a loss's second full-remat step. None if its curve is known.
