@@ -10,7 +10,7 @@ import pytest
 from jaxremat.chips.tpu.device import tpu_names
 from jaxremat.cli.command import parse_flags
 from jaxremat.cli.price_file import read_prices
-from jaxremat.cli.recommend import Cell, cells_of, main, none_trial, rows_of, show, turns
+from jaxremat.cli.recommend import Cell, cells_of, main, none_trial, rows_of, show, trials_in_turns, turns
 from jaxremat.errors import UsageError
 from jaxremat.report.recommend import best_sentences, explanations, ranked
 from jaxremat.session.flags import RecommendFlags
@@ -363,6 +363,20 @@ def test_gpus_whose_matmuls_are_too_slow_are_left_out(of_all_gpus, tmp_path, cap
     assert "Left out: 1 GPU of 17 other kinds (at most 813 tokens/s, gh200). By their interval" in printed
     assert "a10g" not in printed
     assert "Layers are in a scan, and the loss is chunked." in printed
+
+
+def test_the_trials_of_none_begin_with_the_next_turn(of_all_gpus, tmp_path):
+    alone = {cell.target: cell for cell in of_all_gpus if cell.num_devices == 1}
+    with Store(tmp_path / "rows.jsonl") as store:
+        turns_of_trials = trials_in_turns(store, [*alone.values()], {})
+        assert [str(trial) for trial in next(turns_of_trials)] == ["tiny, dots, largest batch, gb200"]
+        answered(store, alone["gb200"], 1200.0)
+        first, *second = map(str, next(turns_of_trials))
+        assert first == "tiny, none, largest batch, gb200"
+        assert second == [f"tiny, dots, largest batch, {target}" for target in ("gb300", "b200", "b300")]
+        answered(store, alone["b200"], 1100.0)
+        assert [*map(str, next(turns_of_trials))] == ["tiny, none, largest batch, b200"]
+        assert next(turns_of_trials, None) is None
 
 
 def test_with_prices_what_cannot_be_cheaper_is_left_out(of_all_gpus, tmp_path):

@@ -97,11 +97,13 @@ def recommend(flags: RecommendFlags) -> int:
 def trials_in_turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[SweepTrial]]:
     """The trials of the cells to compile.
 
-    Those of each turn are followed by the trials of `none` on its best meshes.
+    The trials of `none` on the best meshes of a turn begin with the next turn, so that no core waits for the last of a turn.
     """
-    for turn in turns(store, cells, prices):
-        yield [*{one.key: one for cell in turn for one in cell.trials.values()}.values()]
-        yield [trial for cell in turn if (trial := none_trial(store, cell))]
+    before: list[Cell] = []
+    for turn in itertools.chain(turns(store, cells, prices), [[]]):
+        of_none = [trial for cell in before if (trial := none_trial(store, cell))]
+        yield [*of_none, *{one.key: one for cell in turn for one in cell.trials.values()}.values()]
+        before = turn
 
 
 def turns(store: "Store", cells: Sequence[Cell], prices: dict[str, float]) -> Iterator[list[Cell]]:
