@@ -330,9 +330,14 @@ def _both_became(was: tuple[int, int], now: tuple[int, int]) -> str:
 
 
 def _became(was: int, now: int) -> str:
-    """Two numbers of bytes: `0.047 GiB became 0.079 GiB, +0.032 GiB (+67.0%)`."""
+    """Two numbers of bytes: `0.047 GiB became 0.079 GiB, +0.032 GiB (+67.0%)`.
+
+    A change that GiB don't show is in bytes: `1,677,721,600 bytes became 1,677,721,856, +256 bytes`.
+    """
     from jaxremat.units import gib, signed_gib
 
+    if gib(was) == gib(now):
+        return f"{was:,} bytes became {now:,}, {now - was:+,} bytes"
     return f"{gib(was)} became {gib(now)}, {signed_gib(now - was)}{f' ({now / was - 1:+.1%})' if was else ''}"
 
 

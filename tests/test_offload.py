@@ -324,7 +324,11 @@ def test_a_plan_offloads_in_a_scan_only_where_its_copies_are_right(h100, monkeyp
     assert (parse(other.policy).offloads, other.disabled_pass) == (False, None)
     given = f'loss = jaxremat.with_policy(loss, "{other.policy}")'
     assert other.as_code
-    assert code_to_paste(other, other.as_code, ()) == [given, "# or in the model itself, around a layer:", *other.as_code]
+    assert code_to_paste(other, other.as_code, ()) == [
+        given,
+        "# or in the model itself, after the definition of a layer:",
+        *other.as_code,
+    ]
 
 
 # That it changes no result.

@@ -203,11 +203,13 @@ def test_what_differs_within_its_tolerance_has_a_line_for_each_step():
         [
             ("b", "h100-80gb", (gib, 0), (gib, gib // 1024), "4096 bytes"),
             ("a", "h100-80gb", (100 * gib, 0), (99 * gib, 0), "3%"),
+            ("c", "h100-80gb", (2 * gib, 0), (2 * gib + 256, 0), "3%"),
         ]
     )
     assert lines == [
         "a on h100-80gb: 100.00 GiB became 99.00 GiB, -1.00 GiB (-1.0%), within 3%",
         "b on h100-80gb: host 0.000 GiB became 0.001 GiB, +0.001 GiB, within 4096 bytes",
+        "c on h100-80gb: 2,147,483,648 bytes became 2,147,483,904, +256 bytes, within 3%",
     ]
 
 

@@ -55,14 +55,14 @@ def plan_sentences(plan: PlanRecord) -> list[str]:
     if plan.disabled_pass:
         sentences.append(f"It offloads in a scan, and was compiled without XLA's pass {plan.disabled_pass}.")
     if plan.predicted_total_bytes is None or plan.recompute_s is None:
-        bound = [] if plan.bound_s is None else [f"By the model, {_LEAST} {_ms(plan.bound_s)}."]
+        bound = [] if plan.bound_s is None else [f"By the planner's estimate, {_LEAST} {_ms(plan.bound_s)}."]
         return [*sentences, _why_named(plan), *bound]
     off = 100 * (plan.predicted_total_bytes / plan.total_bytes - 1)
     takes = f"Recomputing, writing and reading residuals takes {_ms(plan.recompute_s)} of the step's {_ms(plan.step_s)}"
     return [
         *sentences,
-        f"The model expected {gib(plan.predicted_total_bytes)} ({off:+z.1f}%).",
-        f"{takes}, by the model{_bound(plan, plan.recompute_s)}.",
+        f"The planner expected {gib(plan.predicted_total_bytes)} ({off:+z.1f}%).",
+        f"{takes}, by the planner's estimate{_bound(plan, plan.recompute_s)}.",
     ]
 
 
@@ -143,7 +143,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
     if plan.layouts:
         parts += [*([] if plan.layouts[1].most_share else [layouts_table(plan)]), *layouts_sentences(plan)]
     if explain:
-        nothing = "\nNo tensor's saving would take time off, by the model."
+        nothing = "\nNo tensor's saving would take time off, by the planner's estimate."
         parts += [price_table(plan) if plan.prices else nothing, *([] if plan.bound_s is None else [more_table(plan)])]
     return parts
 
@@ -228,8 +228,8 @@ def code_to_paste(step: PlanRecord | TrialRecord, as_code: Sequence[str], as_con
     if is_of_own_model(step):
         layers = model.get("layers")
         given = f'loss = jaxremat.with_policy(loss, "{step.policy}"{f", layers={tuple(layers)}" if layers else ""})'
-        where = "# or in the model itself:" if step.policy == str(NONE) else "# or in the model itself, around a layer:"
-        return [*lines, given, *([where, *as_code] if as_code else [])]
+        where = "" if step.policy == str(NONE) else ", after the definition of a layer"
+        return [*lines, given, *([f"# or in the model itself{where}:", *as_code] if as_code else [])]
     unrolled = "" if model["scan_layers"] else ", scan=False"
     lines.append(f'layers = jaxremat.Layers(Block(...), num_layers={model["num_layers"]}, policy="{step.policy}"{unrolled})')
     policy = parse(step.policy)
