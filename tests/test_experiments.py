@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from experiments import examples, levers, mesh, next_jax, tables, tpu, tpu_step, unchanged
+from experiments import examples, levers, mesh, next_jax, plan_times, tables, tpu, tpu_step, unchanged
 from experiments.children import Child
 from experiments.common import other_parts, results_text, write
 from jaxremat.chips.target import load_target
@@ -168,6 +168,16 @@ def test_tables(tmp_path, h100, capsys):
     dense, ragged = run(tables.main, ["--parts", "experts-layer", f"--more={sizes}"], tmp_path, "tables")["experts-layer"]
     assert dense["model_flops"] == ragged["model_flops"] < dense["executed_flops"] < ragged["executed_flops"]
     assert "mixtral-8x7b" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_plan_times(tmp_path, h100, monkeypatch):
+    size = "--num-layers 1 --seq-len 64 --dropout 0 --attention xla --scan-layers True --loss chunked --batch 8"
+    command = f"run --model tiny {size} --policy auto --objective memory --target h100-80gb"
+    monkeypatch.setattr(plan_times, "PLANS", (command,))
+    (row,) = run(plan_times.main, ["--parts", "plans", "--repeats", "1"], tmp_path, "plan_times")["plans"]
+    assert (row["command"], row["runs"], row["batch"], row["num_compiles"]) == (command, 1, 8, 2)
+    assert 0 < row["answer_s"] < row["median_s"]
 
 
 # Nothing is compiled below: what a case's process prints is made up.
