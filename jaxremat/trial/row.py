@@ -191,7 +191,9 @@ def _share_of_peak(flops: float | None, step_s: float | None, done: Compilation,
 
 
 def rates(trials: "Trials", batch: int, step_s: float | None) -> tuple[float | None, float | None]:
-    """Tokens a second and samples a second, of each device. None where their number or the time isn't known.
+    """Tokens a second and samples a second, of each device.
+
+    None where their number or the time isn't known.
 
     Args:
         trials: the trials of the workload.
