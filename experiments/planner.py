@@ -1,19 +1,17 @@
 """What planning is worth, in bytes and in predicted time: `python -m experiments.planner`.
 
-All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are four parts, for each model:
+All steps are compiled for a GPU that isn't in the machine. Nothing is run. There are three parts, for each model:
 
 * frontier: the named policies at one batch, with cuDNN's attention and with XLA's. For each policy it makes the plan within
   that policy's bytes. Is the plan at least as fast, and does it take the bytes that were expected?
 * budgets: plans with a free batch for ten budgets, with the layers in a scan or unrolled, whichever is faster. The smallest
   budget fits one step barely, and the largest is more than a step without rematerialization needs.
-* search: the plan for the default budget, and how long it takes to find.
 * no-matmul: the bytes of the policy under which no matmul and no attention runs twice, beside the bytes of `none`. Then the
   plan within that policy's bytes.
 """
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from experiments.common import RESULTS, run_experiment, show_by
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
-Part = Literal["frontier", "budgets", "search", "no-matmul"]
+Part = Literal["frontier", "budgets", "no-matmul"]
 Row = dict[str, Any]
 
 
@@ -122,15 +120,6 @@ def measure_budgets(flags: Flags) -> Iterator[Row]:
             yield _planned_freely(make_run(name, budget, flags))
 
 
-def measure_search(flags: Flags) -> Iterator[Row]:
-    """The plan for the default budget, with nothing compiled before, and the seconds of the search."""
-    for name in flags.models:
-        budget = (make_run(name, 2**62, flags).target.memory_bytes or 0) * 3 // 4
-        started = time.perf_counter()
-        row = _planned_freely(make_run(name, budget, flags))
-        yield {**row, "search_s": time.perf_counter() - started}
-
-
 def _planned_freely(run: Any) -> Row:
     """The plan with a free batch, loss and layout.
 
@@ -203,13 +192,11 @@ MEASURES: dict[Part, tuple[Callable[[Flags], Iterator[Row]], int, tuple[str, ...
         2,
         ("model", "layers", "budget_bytes", "total_bytes", "batch", "tokens_per_s", "loop_tokens_per_s", "num_compiles"),
     ),
-    "search": (measure_search, 2, ("model", "layers", "total_bytes", "batch", "tokens_per_s", "num_compiles", "search_s")),
     "no-matmul": (measure_no_matmul, 2, ("model", "policy", "total_bytes", "share", "step_s", "recompute_overhead_percent")),
 }
 SHOWN = {
     "step_s": ("step ms", lambda value: f"{1e3 * value:.1f}"),
     "loop_tokens_per_s": ("in a scan", lambda value: f"{value:,.0f}"),
-    "search_s": ("seconds", lambda value: f"{value:.0f}"),
     "share": ("of none", lambda value: f"{value:.0%}"),
     "recompute_overhead_percent": ("recompute", lambda value: f"{value:.1f}%"),
     "predicted_off_percent": ("off", lambda value: f"{value:+.1f}%"),
