@@ -186,8 +186,21 @@ def test_the_frontier_in_a_table_and_a_picture(h100, capsys, tmp_path, monkeypat
 # Searches whose steps' bytes are made up.
 
 
-def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 9000, **options) -> Planned:
-    """A plan at batch 8 of the layers of `planner_formula`, whose unrolled steps are faster. `rejects` is what XLA rejects."""
+def made_up_plan(
+    monkeypatch,
+    target,
+    *,
+    rejects: str = "",
+    budget_bytes: int = 9000,
+    num_layers: int = GPT.num_layers,
+    layer_bytes: int = 0,
+    unrolled_bytes: int = 0,
+    **options,
+) -> Planned:
+    """A plan at batch 8 of the layers of `planner_formula`, whose unrolled steps are faster. `rejects` is what XLA rejects.
+
+    `layer_bytes` are those of a layer in a short stack, and unrolled layers take `unrolled_bytes` more than a scan.
+    """
 
     def layers_at(run, speed, batch, *, offload, waits):
         layer = layer_at(batch)
@@ -200,18 +213,22 @@ def made_up_plan(monkeypatch, target, *, rejects: str = "", budget_bytes: int = 
         is_unrolled = self.factory.layout() == "unrolled" and bool(options.get("layouts"))
         if rejects and (rejects in str(policy) or (is_unrolled and rejects == "unrolled")):
             raise CompileError("too long")
-        done: Any = SimpleNamespace(policy=policy, batch=batch, is_unrolled=is_unrolled, dump=None)
+        memory = SimpleNamespace(total_bytes=layer_bytes * self.factory.num_layers())
+        done: Any = SimpleNamespace(policy=policy, batch=batch, is_unrolled=is_unrolled, dump=None, memory=memory)
         return self.of(policy).done.setdefault(batch, done)
 
     def cost_of(done: Any, speed: Any, kinds: Any) -> Cost:
         cost = Xla()(done.policy, "full", done.batch)
-        return replace(cost, step_s=0.9 * cost.step_s) if done.is_unrolled else cost
+        return unrolled(cost) if done.is_unrolled else cost
+
+    def unrolled(cost: Cost) -> Cost:
+        return replace(cost, step_s=0.9 * cost.step_s, total_bytes=cost.total_bytes + unrolled_bytes)
 
     solve_by_trying_all(monkeypatch)
     monkeypatch.setattr(planned, "estimate_workload", layers_at)
     monkeypatch.setattr(Trials, "compile", compile_step)
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    run = Trials(decoder_factory(GPT, "xla"), TrainConfig(seq_len=8), target, budget_bytes)
+    run = Trials(decoder_factory(replace(GPT, num_layers=num_layers), "xla"), TrainConfig(seq_len=8), target, budget_bytes)
     return plan_run(run, losses=("full",), batch=8, max_batch=8, **options)
 
 
@@ -230,6 +247,40 @@ def test_where_unrolled_layers_are_rejected_the_scan_is_the_answer(monkeypatch, 
     assert "too long" in found.rejected
 
 
+@pytest.mark.parametrize(
+    ("layer_bytes", "layout", "rejected"),
+    [
+        (375, "unrolled", ""),
+        (376, "loop", "under nothing at batch 8, stacks of 2 and 4 layers take 0.000 GiB and 0.000 GiB, so all 48"),
+    ],
+)
+def test_many_unrolled_layers_that_short_stacks_show_to_be_far_too_large_are_left_out(
+    layer_bytes, layout, rejected, monkeypatch, h100
+):
+    """Twice the budget are 18,000 bytes, and 48 layers of 375 bytes take as many."""
+    compiled = list[str]()
+    found = made_up_plan(
+        monkeypatch,
+        h100,
+        num_layers=48,
+        layer_bytes=layer_bytes,
+        layouts=("loop", "unrolled"),
+        on_compile=lambda policy, batch, compile: compiled.append(policy),
+    )
+    assert found.trials.factory.layout() == layout
+    assert found.rejected.startswith(rejected)
+    assert bool(found.rejected) == bool(rejected)
+    unrolled = [policy for policy in compiled if policy.startswith("unrolled")]
+    assert unrolled[:2] == ["unrolled, 2 layers, nothing", "unrolled, 4 layers, nothing"]
+    assert (len(unrolled) > 2) == (not rejected)
+
+
+def test_unrolled_layers_of_which_no_step_fits_are_left_out_in_words(monkeypatch, h100):
+    found = made_up_plan(monkeypatch, h100, unrolled_bytes=10**9, layouts=("loop", "unrolled"))
+    assert found.trials.factory.layout() == "loop"
+    assert found.rejected.startswith("batch 8 takes 0.931 GiB")
+
+
 @pytest.mark.parametrize("rejects", ["", "offload"])
 def test_where_a_step_that_offloads_is_rejected_nothing_is_offloaded(rejects, monkeypatch, h100):
     found = made_up_plan(monkeypatch, h100, offload=True, rejects=rejects, budget_bytes=6000).found
@@ -244,6 +295,7 @@ def test_where_a_step_that_offloads_is_rejected_nothing_is_offloaded(rejects, mo
         {"objective": "memory"},
         {"layouts": ("loop", "unrolled")},
         {"layouts": ("loop", "unrolled"), "rejects": "unrolled"},
+        {"layouts": ("loop", "unrolled"), "num_layers": 48},
         {"offload": True, "rejects": "offload", "budget_bytes": 6000},
     ],
     ids=str,

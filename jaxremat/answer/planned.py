@@ -22,8 +22,12 @@ from jaxremat.search.batch import at_most
 from jaxremat.search.compiles import Compile, Compiles
 from jaxremat.system.ahead import ahead
 from jaxremat.trial.trials import Trials
+from jaxremat.units import gib
 from jaxremat.xla.clock import predict_step_time
 
+_SHORT = (2, 4)  # layers of the short stacks by which many unrolled layers are judged
+_DEEP = 8 * sum(_SHORT)  # these take about an eighth of the seconds that compiling all layers takes
+_SURELY_OVER = 2  # times the budget, by short stacks; their line was found to be wrong by up to 40 %
 #: The progress of a plan: called before each compile with the policy, the batch, and which compile it is.
 OnCompile = Callable[[str, int, Compile], None]
 #: Called with each step that fits and is better than those before: its trials, policy and batch, and the number of compiles.
@@ -40,7 +44,7 @@ class Planned:
         kinds: the kinds of layers that were planned, at the plan's batch.
         num_compiles: how many compiles the plan took.
         others: the best plans in other layouts of the layers.
-        rejected: why XLA rejected unrolled layers. Empty if it didn't.
+        rejected: why there is no plan for unrolled layers, or no further one: XLA rejected a step, or all are over the budget.
         most_share: of a layout whose search ended because another one is faster, the most samples per second that are expected
             of it, as a share of those of that one.
     """
@@ -136,7 +140,7 @@ def _plan(
     """
     layout, *other_layouts = layouts or (None,)
     first = _Compiles(trials.with_layout(layout), compiles=Compiles(), **common)
-    of_scan: dict[str, Any] = {"is_other": True, "waits": ChainMap({}, first.waits), "layers": {}}
+    of_scan: dict[str, Any] = {"is_other": True, "short": {}, "over": [], "waits": ChainMap({}, first.waits), "layers": {}}
     all_layouts = [first, *(replace(first, trials=trials.with_layout(other), **of_scan) for other in other_layouts)]
     fixed_bytes = first.trials.with_loss(losses[0]).state_bytes()
     batches = [options["batch"]] if options["batch"] else options["batches"]
@@ -146,7 +150,7 @@ def _plan(
     answer = first.planned(found.plan)
     for one, unrolled in zip(all_layouts[1:], others, strict=True):
         if unrolled.plan is None:
-            return replace(answer, rejected=unrolled.rejected)
+            return replace(answer, rejected=unrolled.rejected or "; ".join(one.over))
         other = one.planned(unrolled.plan)
         if isinstance(unrolled.plan, Plan) and isinstance(found.plan, Plan):
             if is_better(unrolled.plan, found.plan, options["objective"]):
@@ -256,6 +260,8 @@ class _Compiles:
         waits: on a mesh, exposed seconds for each second of collectives, in the compiled full-remat step
             at each batch. Unrolled layers begin with those of a scan.
         is_other: whether the layers are unrolled to be compared with a scan.
+        short: of many unrolled layers, the bytes of full remat in short stacks, by their number of layers.
+        over: the steps that don't fit, in words.
         layers: the layers by kind, and as one, at each batch and under each share of `waits`.
     """
 
@@ -268,17 +274,22 @@ class _Compiles:
     compiles: Compiles
     waits: MutableMapping[int, float] = field(default_factory=dict)
     is_other: bool = False
+    short: dict[int, int] = field(default_factory=dict)
+    over: list[str] = field(default_factory=list)
     layers: dict[tuple[int, float], tuple[EqualLayers, tuple[EqualLayers, ...]]] = field(default_factory=dict)
 
     def trials_of(self, policy: Policy, loss: str) -> Trials:
         return replace(self.trials.with_loss(loss), with_dump=policy == NOTHING and not self.is_other)
 
     def begin(self, policy: Policy, loss: str, batch: int) -> None:
-        self.trials_of(policy, loss).begin(policy, batch)
+        if self.short or not self.is_deep:
+            self.trials_of(policy, loss).begin(policy, batch)
 
     def compile(self, policy: Policy, loss: str, batch: int) -> Cost:
         trials, speed = self.trials_of(policy, loss), speed_of(self.trials.target)
         if batch not in trials.of(policy).done:
+            if self.is_deep and not self.short:
+                self.judge(loss, batch)
             self.log.append(policy)
             how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
             self.on_compile(", ".join([*how, str(policy)]), batch, self.compiles.next())
@@ -290,7 +301,37 @@ class _Compiles:
         cost = replace(cost, step_s=cost.step_s / _num_microbatches(trials, batch))
         if cost.total_bytes <= self.budget_bytes:
             self.best.look_at(trials, policy, batch, cost, len(self.log))
+        else:
+            self.over.append(f"batch {batch} takes {gib(cost.total_bytes)}")
         return cost
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether so many layers are unrolled that short stacks of them are compiled first."""
+        factory = self.trials.factory
+        return self.is_other and "num_layers" in factory.options and factory.num_layers() >= _DEEP
+
+    def judge(self, loss: str, batch: int) -> None:
+        """Compiles full remat in short stacks of unrolled layers.
+
+        Raises:
+            CompileError: by their bytes all layers take far more than the budget.
+        """
+        stacks = {num: self.trials_of(NOTHING, loss).with_num_layers(num) for num in _SHORT}
+        self.compiles.add(len(stacks))
+        for trials in stacks.values():
+            trials.begin(NOTHING, batch)
+        for num, trials in stacks.items():
+            self.log.append(NOTHING)
+            self.on_compile(f"unrolled, {num} layers, {NOTHING}", batch, self.compiles.next())
+            self.short[num] = trials.compile(NOTHING, batch).memory.total_bytes
+        (low, low_bytes), (high, high_bytes) = self.short.items()
+        num_layers = self.trials.factory.num_layers()
+        total_bytes = low_bytes + (high_bytes - low_bytes) * (num_layers - low) // (high - low)
+        if total_bytes > _SURELY_OVER * self.budget_bytes:
+            stacks_take = f"stacks of {low} and {high} layers take {gib(low_bytes)} and {gib(high_bytes)}"
+            in_all = f"all {num_layers} take some {total_bytes / 2**30:.0f} GiB"
+            raise CompileError(f"under {NOTHING} at batch {batch}, {stacks_take}, so {in_all}")
 
     def known(self, losses: Sequence[str]) -> tuple[tuple[Policy, str, int], ...]:
         """The steps in this layout that were compiled before."""

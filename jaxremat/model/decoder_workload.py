@@ -193,9 +193,10 @@ def decoder_factory(model: ModelConfig, implementation: str, reason: str = "", d
         reason: why it is this attention, in words.
         data: path of the text to train on. None takes the default text.
     """
-    shortest = {"seq_len": min(2, model.max_seq_len), "loss": "full", "seed": 0, "scan_layers": model.scan_layers}
+    shortest = {"seq_len": min(2, model.max_seq_len), "loss": "full", "seed": 0}
+    options = shortest | {name: getattr(model, name) for name in ("num_layers", "scan_layers")}
     make = _maker(model, implementation, reason, data)
-    return WorkloadFactory(model.name, make, True, default_batch=1, options=shortest, requested=asdict(model))
+    return WorkloadFactory(model.name, make, True, default_batch=1, options=options, requested=asdict(model))
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,11 +204,9 @@ def _maker(model: ModelConfig, implementation: str, reason: str, data: str | Non
     """The function that makes the decoder's workloads. Factories with equal ones are equal."""
 
     @functools.lru_cache(maxsize=64)
-    def make(batch: int | None, *, seq_len: int, loss: str, seed: int, scan_layers: bool) -> Workload:
+    def make(batch: int | None, *, seq_len: int, loss: str, seed: int, **layers: int | bool) -> Workload:
         train = TrainConfig(seq_len=seq_len, loss=loss, seed=seed)
-        return decoder_workload(
-            replace(model, scan_layers=scan_layers), train, batch or 1, implementation, data, reason=reason
-        )
+        return decoder_workload(replace(model, **layers), train, batch or 1, implementation, data, reason=reason)
 
     return make
 

@@ -139,7 +139,7 @@ def plan_parts(plan: PlanRecord, *, explain: bool) -> list[Table | str]:
     """
     parts: list[Table | str] = [*plan_sentences(plan)]
     if plan.unrolled_error:
-        parts.append(f"Unrolled layers couldn't be compared: {plan.unrolled_error}")
+        parts.append(f"Unrolled layers are left out: {plan.unrolled_error}")
     if plan.layouts:
         parts += [*([] if plan.layouts[1].most_share else [layouts_table(plan)]), *layouts_sentences(plan)]
     if explain:

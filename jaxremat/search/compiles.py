@@ -58,6 +58,10 @@ class Compiles:
         at_most = self.number + further
         self.at_most = at_most if self.at_most is None else min(at_most, self.at_most)
 
+    def add(self, further: int) -> None:
+        """Takes notice of further compiles that `expect` wasn't told of."""
+        self.at_most = None if self.at_most is None else self.at_most + further
+
     def estimated(self, batch: int | None) -> None:
         """Takes notice that the largest batch that fits is predicted to be `batch`, if anything is."""
         self.estimate = batch

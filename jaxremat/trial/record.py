@@ -333,7 +333,7 @@ class PlanRecord(AnyRecord):
         loss: the loss of its step.
         layout: how the layers run; None where the workload decides that itself.
         layouts: the best plan in each layout that was compared.
-        unrolled_error: why XLA rejected unrolled layers, if it did.
+        unrolled_error: why there is no plan for unrolled layers, or no further one, if XLA rejected a step or none fits.
         batch: sequences of a microbatch.
         max_batch: the limit that was requested, if the plan's batch reached it.
         budget_bytes: what a step may take on a device.

@@ -226,6 +226,10 @@ class Trials:
         """The trials with the layers in another layout. The same ones for None."""
         return self if layout is None else dataclasses.replace(self, factory=self.factory.with_layout(layout))
 
+    def with_num_layers(self, num_layers: int) -> "Trials":
+        """The trials of the same workload with so many layers (`WorkloadFactory.with_num_layers`)."""
+        return dataclasses.replace(self, factory=self.factory.with_num_layers(num_layers))
+
     def with_optimizer(self, name: Any) -> "Trials":
         """The trials with another optimizer."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, optimizer=name), own_optimizer=False)

@@ -62,7 +62,7 @@ class WorkloadFactory:
         has_free_batch: whether `make` takes any batch. If not, it has the one batch that it was written for.
         default_batch: the batch that `make` takes for None. None where the batch isn't free or it has no default.
         options: the keywords that `make` takes beside the batch, with their defaults. `seq_len`, `loss` and `seed` are those of
-            the training step, and `scan_layers` says how the layers run.
+            the training step, and `num_layers` and `scan_layers` say how many layers there are and how they run.
         layers: glob patterns of the layers' scopes in place of the workload's own. Empty leaves those.
         seq_len: the tokens per sequence that --seq-len gave. None where the workload itself decides.
         requested: the workload as records hold it under `config.model`, without its name.
@@ -150,6 +150,10 @@ class WorkloadFactory:
         if self.layout() in (None, layout):
             return self
         return replace(self, options={**self.options, "scan_layers": layout == "loop"})
+
+    def with_num_layers(self, num_layers: int) -> Self:
+        """The same workload with so many layers. Only where `num_layers` is among its options."""
+        return replace(self, options={**self.options, "num_layers": num_layers})
 
     def lines(self, batch: int | None = None) -> Iterator[str]:
         """Lines of its own for a command's heading, with the bytes at a batch.
