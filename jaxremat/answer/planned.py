@@ -307,9 +307,14 @@ class _Compiles:
 
     @property
     def is_deep(self) -> bool:
-        """Whether so many layers are unrolled that short stacks of them are compiled first."""
+        """Whether so many layers are unrolled that short stacks of them are compiled first.
+
+        They aren't where XLA rejects a step that is too large within seconds.
+        """
+        if not self.is_other or self.trials.speaks_early:
+            return False
         factory = self.trials.factory
-        return self.is_other and "num_layers" in factory.options and factory.num_layers() >= _DEEP
+        return "num_layers" in factory.options and factory.num_layers() >= _DEEP
 
     def judge(self, loss: str, batch: int) -> None:
         """Compiles full remat in short stacks of unrolled layers.
