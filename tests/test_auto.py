@@ -5,6 +5,7 @@ A whole search of each kind is compiled. What else a search decides is tested wi
 
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from jaxremat.cli.command import parse_flags
 from jaxremat.cli.run import main
 from jaxremat.config import TrainConfig
 from jaxremat.errors import CompileError, DoesNotFitError, TargetError, UsageError
+from jaxremat.mesh.axes import MeshShape
 from jaxremat.model.decoder_workload import decoder_factory
 from jaxremat.planner.plan import NoPlan, Plan
 from jaxremat.planner.shared_budget import EqualLayers, one_of_each
@@ -195,11 +197,13 @@ def made_up_plan(
     num_layers: int = GPT.num_layers,
     layer_bytes: int = 0,
     unrolled_bytes: int = 0,
+    layers: Callable[..., Any] | None = None,
     **options,
 ) -> Planned:
     """A plan at batch 8 of the layers of `planner_formula`, whose unrolled steps are faster. `rejects` is what XLA rejects.
 
-    `layer_bytes` are those of a layer in a short stack, and unrolled layers take `unrolled_bytes` more than a scan.
+    `layer_bytes` are those of a layer in a short stack, and unrolled layers take `unrolled_bytes` more than a scan. `layers`
+    takes the place of the estimate of the layers.
     """
 
     def layers_at(run, speed, batch, *, offload, waits):
@@ -214,7 +218,10 @@ def made_up_plan(
         if rejects and (rejects in str(policy) or (is_unrolled and rejects == "unrolled")):
             raise CompileError("too long")
         memory = SimpleNamespace(total_bytes=layer_bytes * self.factory.num_layers())
-        done: Any = SimpleNamespace(policy=policy, batch=batch, is_unrolled=is_unrolled, dump=None, memory=memory)
+        done: Any = SimpleNamespace(
+            policy=policy, batch=batch, is_unrolled=is_unrolled, dump=None, memory=memory, is_too_large=False
+        )
+        done.module = done
         return self.of(policy).done.setdefault(batch, done)
 
     def cost_of(done: Any, speed: Any, kinds: Any) -> Cost:
@@ -225,10 +232,11 @@ def made_up_plan(
         return replace(cost, step_s=0.9 * cost.step_s, total_bytes=cost.total_bytes + unrolled_bytes)
 
     solve_by_trying_all(monkeypatch)
-    monkeypatch.setattr(planned, "estimate_workload", layers_at)
+    monkeypatch.setattr(planned, "estimate_workload", layers or layers_at)
     monkeypatch.setattr(Trials, "compile", compile_step)
     monkeypatch.setattr(planned, "cost_of", cost_of)
-    run = Trials(decoder_factory(replace(GPT, num_layers=num_layers), "xla"), TrainConfig(seq_len=8), target, budget_bytes)
+    factory = decoder_factory(replace(GPT, num_layers=num_layers), "xla").on(target.mesh)
+    run = Trials(factory, TrainConfig(seq_len=8), target, budget_bytes)
     return plan_run(run, losses=("full",), batch=8, max_batch=8, **options)
 
 
@@ -245,6 +253,24 @@ def test_where_unrolled_layers_are_rejected_the_scan_is_the_answer(monkeypatch, 
     assert found.trials.factory.layout() == "loop"
     assert found.others == ()
     assert "too long" in found.rejected
+
+
+def test_a_gather_is_hidden_as_far_as_in_the_last_step_of_the_layout(monkeypatch, h100):
+    """A tenth of the collectives' seconds is exposed in unrolled layers, and half of them in a scan."""
+    exposed = {False: 0.5, True: 0.1}
+    seen = {layout: list[float]() for layout in ("loop", "unrolled")}
+
+    def predict_step_time(done: Any, speed: Any) -> Any:
+        return SimpleNamespace(collective_s=1.0, collective_exposed_s=exposed[done.is_unrolled])
+
+    def layers_at(run: Trials, speed: Any, batch: int, *, offload: bool, waits: float) -> Any:
+        seen[run.factory.layout()].append(waits)
+        return (EqualLayers(layer_at(batch), LAYERS, ""),)
+
+    monkeypatch.setattr(planned, "predict_step_time", predict_step_time)
+    mesh = load_target("h100-80gb", MeshShape(fsdp=2))
+    made_up_plan(monkeypatch, mesh, layouts=("loop", "unrolled"), layers=layers_at)
+    assert seen == {"loop": [1.0, 0.5], "unrolled": [1.0, 0.5, 0.1]}
 
 
 @pytest.mark.parametrize(

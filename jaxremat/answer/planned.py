@@ -258,7 +258,7 @@ class _Compiles:
         best: the best compiled step so far, of those in other layouts too.
         compiles: counts the compiles.
         waits: on a mesh, exposed seconds for each second of collectives, in the compiled full-remat step
-            at each batch. Unrolled layers begin with those of a scan.
+            at each batch. Unrolled layers begin with those of a scan, and then have those of their last step at the batch.
         is_other: whether the layers are unrolled to be compared with a scan.
         short: of many unrolled layers, the bytes of full remat in short stacks, by their number of layers.
         over: the steps that don't fit, in words.
@@ -294,7 +294,7 @@ class _Compiles:
             how = ["unrolled"] * self.is_other + ["offloading nothing"] * (self.offload is None)
             self.on_compile(", ".join([*how, str(policy)]), batch, self.compiles.next())
         done = trials.compile(policy, batch)
-        if policy == NOTHING and trials.target.mesh and not done.is_too_large:
+        if (policy == NOTHING or self.is_other) and trials.target.mesh and not done.is_too_large:
             time = predict_step_time(done.module, speed)
             self.waits[batch] = time.collective_exposed_s / time.collective_s if time.collective_s else 0.0
         cost = cost_of(done, speed, self.layers_at(batch)[1] if done.dump else ())  # tracing the layers may take seconds

@@ -198,8 +198,8 @@ class Known:
         return estimates[self.estimate]
 
     def estimates_at(self, batch: int) -> tuple[LayerEstimate, ...]:
-        """All estimates of the layer. They may be other ones after a full-remat step."""
-        first = self.once(("estimate", batch, self.num_bases), lambda: self.steps.layer_at(batch))
+        """All estimates of the layer. They may be other ones after a compile."""
+        first = self.once(("estimate", batch, len(self.tried)), lambda: self.steps.layer_at(batch))
         # A compile that tells estimates apart may take minutes.
         return (first,) if self.most_that_fit else (first, *first.alternatives)
 
