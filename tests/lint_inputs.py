@@ -13,7 +13,7 @@ from jaxremat.mesh.axes import MeshShape
 from jaxremat.mesh.sharding import LeafOnMesh
 from jaxremat.policy.grammar import parse
 from jaxremat.xla import hlo
-from jaxremat.xla.buffers import Allocation, Buffer, Category, MemoryMap
+from jaxremat.xla.buffers import Allocation, Buffer, Category, MemoryMap, Operation
 from jaxremat.xla.compile import Compilation, lower_and_compile
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import ExecutedFlops
@@ -123,6 +123,8 @@ def made_up() -> dict[str, LintInput]:
     loops = BackwardLoop("net/train.py:3", 4, True, MIB), BackwardLoop("net/train.py:5", 4, False, 2 * MIB)
     scores = buffer("residuals", "exp", 4 * MIB, "jit(step)/jvp()/exp", shape="bf16[8,512,512]", num_layers=1)
     together = buffer("recompute", "tanh", MIB, f"jit(step)/{AGAIN.replace('mlp/dot_general', 'tanh')}", num_layers=1)
+    of_microbatch = replace(saved, num_layers=1, label="tanh")
+    last = Operation("dot.9", "dot", "jit(step)/transpose(jvp(Net))/mlp/dot_general", "net/layers.py:7")
     gathered = buffer("gathered parameters", "gathered params/w", MIB, "jit(step)/jvp(Net)/mlp/dot_general")
     return {
         "unmatched-name": traced(policy_names=frozenset({"hiden"})),
@@ -141,6 +143,9 @@ def made_up() -> dict[str, LintInput]:
         "recomputed-together": replace(
             traced(unordered=(Unordered("net/train.py:3", 3, {("tanh net/layers.py:7", (4, 65536)): 1}),)),
             memory_map=memory(together, together),
+        ),
+        "microbatches-together": replace(
+            traced(num_rounds=2), memory_map=replace(memory(*3 * [of_microbatch]), program=4 * (last,))
         ),
         "unnamed-residuals": replace(
             traced(policy_names=frozenset({"hidden"})), memory_map=memory(saved, replace(saved, label="hidden"))

@@ -453,6 +453,38 @@ def test_several_checkpoints_of_a_body_recompute_at_once(h100):
         assert (better.memory.total_bytes < bad.memory.total_bytes) == (jax.__version_info__ < (0, 12))
 
 
+def in_a_python_loop(loss: Step) -> Step:
+    """A step over the microbatches `xs`, each with a gradient of its own."""
+
+    def step(params, xs):
+        gradients = [jax.grad(loss)(params, x) for x in xs]
+        return jax.tree.map(lambda p, *g: p - 0.1 * sum(g), params, *gradients)
+
+    return step
+
+
+def scanned_microbatches(loss: Step) -> Step:
+    def step(params, xs):
+        add = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
+
+    return step
+
+
+@pytest.mark.full
+def test_microbatches_in_a_python_loop_have_their_residuals_at_once(h100):
+    """The remedy, a scan, takes fewer bytes by the finding's or more. One gradient of the sum of all has one forward pass."""
+    args = SEPARATE, jax.ShapeDtypeStruct((4, ROWS, WIDTH), jnp.float32)
+    of_sum = sgd(lambda params, xs: sum(plain(params, x) for x in xs))
+    bad, good, other = (mapped(step, args, h100) for step in (in_a_python_loop(plain), scanned_microbatches(plain), of_sum))
+    finding = one(find(lint_input(bad)), "microbatches-together")
+    assert bad.memory.total_bytes - good.memory.total_bytes >= finding.num_bytes > 3 * ACTIVATION_BYTES
+    assert read_traced(bad.jaxpr).num_rounds == 4
+    for sound in (good, other):
+        assert "microbatches-together" not in rules(find(lint_input(sound)))
+
+
 @pytest.mark.full
 def test_the_remedies_of_checkpoints_take_fewer_bytes(h100):
     """A checkpoint around each layer in place of one around all, and one around each step in time.

@@ -12,10 +12,10 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxremat.chips.target import Target, in_pool, load_target
 from jaxremat.config import TrainConfig
@@ -64,6 +64,7 @@ _MUCH_TIME = 0.2
 _PACKAGE = str(Path(__file__).parents[1])
 
 Rule = Callable[[LintInput], Iterable[Finding]]
+_Kind = TypeVar("_Kind", bound=Hashable)
 
 
 def find(facts: LintInput) -> tuple[Finding, ...]:
@@ -362,25 +363,62 @@ def _recomputed_together(facts: LintInput) -> Iterator[Finding]:
         if "/checkpoint/" in buffer.op_name and phase_of(buffer.op_name) == "backward" and shapes:
             alive[f"{buffer.op_name.rpartition('/')[2]} {buffer.source}", shapes[0].dims].append((buffer, size))
     for body in facts.traced.unordered:
-        more = {
-            what: sum(size for _, size in some[max(1, body.made.get(what, 0)) :])
-            for what, some in alive.items()
-            if what in body.made
-        }
-        num_bytes = sum(more.values())
+        of_one = {what: max(1, body.made[what]) for what in alive if body.made.get(what) is not None}
+        num_bytes, example = _beyond(alive, of_one)
         if num_bytes > facts.small_bytes:
-            what = max(more, key=lambda what: more[what])
-            (buffer, _), count = alive[what][0], len(alive[what])
             yield Finding(
                 "recomputed-together",
                 f"{body.num_checkpoints} checkpoints at {short_source(body.source) or 'an unknown line'} are in one body with "
                 f"prevent_cse=False, and nothing makes one wait for another: values of several are there at once, "
-                f"{gib(num_bytes)} more than those of one, such as {count} x {buffer.shape} at {line_of(buffer)}",
+                f"{gib(num_bytes)} more than those of one, such as {example}",
                 "a scan of their own for the layers of the body, or jax.checkpoint(layer) without prevent_cse=False with a "
                 "jax before 0.12, whose XLA postpones the gradients of weights",
                 num_bytes,
                 body.source,
             )
+
+
+def _microbatches_together(facts: LintInput) -> Iterator[Finding]:
+    memory_map, num_rounds = facts.memory_map, facts.traced.num_rounds
+    if memory_map is None or num_rounds == 1:
+        return
+
+    def kind(buffer: Buffer) -> tuple[str, str, str]:
+        return buffer.label, buffer.shape, buffer.source
+
+    def is_residual(buffer: Buffer) -> bool:
+        phases = phase_of(buffer.op_name), phase_of(memory_map.program[buffer.last].op_name)
+        return phases == ("forward", "backward")
+
+    made = Counter(kind(buffer) for buffer in memory_map.buffers if is_residual(buffer))
+    alive: dict[tuple[str, str, str], list[tuple[Buffer, int]]] = defaultdict(list)
+    for buffer, size in at_peak(memory_map):
+        if is_residual(buffer):
+            alive[kind(buffer)].append((buffer, size))
+    num_bytes, example = _beyond(alive, {what: math.ceil(made[what] / num_rounds) for what in alive})
+    if num_bytes > facts.small_bytes:
+        yield Finding(
+            "microbatches-together",
+            f"{num_rounds} forward passes, each with its backward pass, follow one another as in a Python loop, and nothing "
+            f"makes one wait for another: residuals of several are there at once, {gib(num_bytes)} more than those of one, such "
+            f"as {example}",
+            "jax.lax.scan over the microbatches, with the forward and the backward pass of one in its body",
+            num_bytes,
+        )
+
+
+def _beyond(alive: Mapping[_Kind, Sequence[tuple[Buffer, int]]], of_one: Mapping[_Kind, int]) -> tuple[int, str]:
+    """The bytes of the buffers beyond those of one pass or checkpoint, and the kind with the most of them in words.
+
+    Args:
+        alive: the buffers at the peak by their kind, each with its bytes.
+        of_one: by kind, how many buffers one has.
+    """
+    more = {what: sum(size for _, size in alive[what][number:]) for what, number in of_one.items()}
+    if not more:
+        return 0, ""
+    some = alive[max(more, key=lambda what: more[what])]
+    return sum(more.values()), f"{len(some)} x {some[0][0].shape} at {line_of(some[0][0])}"
 
 
 def _unnamed_residuals(facts: LintInput) -> Iterator[Finding]:
@@ -557,6 +595,7 @@ RULES: dict[str, Rule] = {
     "one-checkpoint": _one_checkpoint,
     "loop-without-remat": _loop_without_remat,
     "recomputed-together": _recomputed_together,
+    "microbatches-together": _microbatches_together,
     "unnamed-residuals": _unnamed_residuals,
     "dropout-masks": _dropout_masks,
     "saved-and-recomputed": _saved_and_recomputed,

@@ -5,6 +5,7 @@ For example, a step that names `mlp_out` and saves it in a scan of 12 checkpoint
 """
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -94,6 +95,7 @@ class Traced:
         loops: the outermost loops of the backward pass that contain matmuls.
         unordered: the bodies, of loops and of checkpoints, with several checkpoints without barriers.
         whole_checkpoint: `file:line` of the one checkpoint that recomputes the forward pass; may be empty. None if there is none.
+        num_rounds: number of forward passes of equal FLOPs, each with its backward pass before the next one. 1 if they differ.
     """
 
     names: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Traced:
     loops: tuple[BackwardLoop, ...] = ()
     unordered: tuple[Unordered, ...] = ()
     whole_checkpoint: str | None = None
+    num_rounds: int = 1
 
 
 def read_traced(jaxpr: Any) -> Traced:
@@ -137,6 +140,7 @@ def read_traced(jaxpr: Any) -> Traced:
         loops=tuple(_loops(jaxpr.jaxpr)),
         unordered=tuple(_unordered(jaxpr.jaxpr)),
         whole_checkpoint=written_at(differentiated[0].eqn) if is_whole and not differentiated[0].is_apart else None,
+        num_rounds=_num_rounds(found),
     )
 
 
@@ -286,6 +290,18 @@ def is_recomputing(eqn: Any, scope: str) -> bool:
 
 def _is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def _num_rounds(found: Sequence[Place]) -> int:
+    """How often the program begins a forward pass, as a Python loop over microbatches does.
+
+    1 unless all of these have equal FLOPs, and a backward pass behind them.
+    """
+    flops = ((phase_of(place.scope), place.times * place.flops.total) for place in found if place.is_leaf)
+    of_passes = ((phase, done) for phase, done in flops if done and phase in ("forward", "backward"))
+    passes = [(phase, sum(n for _, n in some)) for phase, some in itertools.groupby(of_passes, key=lambda one: one[0])]
+    forward, backward = ([done for one, done in passes if one == phase] for phase in ("forward", "backward"))
+    return len(forward) if len(forward) == len(backward) and len(set(forward)) == 1 else 1
 
 
 def _loops(jaxpr: Any) -> Iterator[BackwardLoop]:
