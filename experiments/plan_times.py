@@ -58,8 +58,10 @@ def timed(command: str) -> tuple[float, list[Row]]:
             env=os.environ | {"XDG_CACHE_HOME": folder},
             stdout=subprocess.PIPE,
             text=True,
-            check=True,
+            check=False,
         )
+        if done.returncode:
+            raise SystemExit(f"jaxremat {command} ended with exit code {done.returncode}")
         return time.perf_counter() - started, [json.loads(line) for line in done.stdout.splitlines()]
 
 

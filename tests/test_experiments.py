@@ -180,6 +180,12 @@ def test_plan_times(tmp_path, h100, monkeypatch):
     assert 0 < row["answer_s"] < row["median_s"]
 
 
+@pytest.mark.full
+def test_a_timed_command_that_fails_ends_with_a_sentence():
+    with pytest.raises(SystemExit, match="jaxremat run --batch x ended with exit code 2"):
+        plan_times.timed("run --batch x")
+
+
 # Nothing is compiled below: what a case's process prints is made up.
 
 
