@@ -264,7 +264,7 @@ def test_a_gather_is_hidden_as_far_as_in_the_last_step_of_the_layout(monkeypatch
         return SimpleNamespace(collective_s=1.0, collective_exposed_s=exposed[done.is_unrolled])
 
     def layers_at(run: Trials, speed: Any, batch: int, *, offload: bool, waits: float) -> Any:
-        seen[run.factory.layout()].append(waits)
+        seen[str(run.factory.layout())].append(waits)
         return (EqualLayers(layer_at(batch), LAYERS, ""),)
 
     monkeypatch.setattr(planned, "predict_step_time", predict_step_time)

@@ -408,7 +408,9 @@ def _microbatches_together(facts: LintInput) -> Iterator[Finding]:
 
 
 def _beyond(alive: Mapping[_Kind, Sequence[tuple[Buffer, int]]], of_one: Mapping[_Kind, int]) -> tuple[int, str]:
-    """The bytes of the buffers beyond those of one pass or checkpoint, and the kind with the most of them in words.
+    """The bytes of the buffers beyond those of one pass or checkpoint.
+
+    With them comes the kind that has the most of them, in words.
 
     Args:
         alive: the buffers at the peak by their kind, each with its bytes.
