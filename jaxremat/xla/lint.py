@@ -363,7 +363,7 @@ def _recomputed_together(facts: LintInput) -> Iterator[Finding]:
         if "/checkpoint/" in buffer.op_name and phase_of(buffer.op_name) == "backward" and shapes:
             alive[f"{buffer.op_name.rpartition('/')[2]} {buffer.source}", shapes[0].dims].append((buffer, size))
     for body in facts.traced.unordered:
-        of_one = {what: max(1, body.made[what]) for what in alive if body.made.get(what) is not None}
+        of_one = {what: max(1, body.made[what]) for what in alive if what in body.made}
         num_bytes, example = _beyond(alive, of_one)
         if num_bytes > facts.small_bytes:
             yield Finding(
