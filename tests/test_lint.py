@@ -463,6 +463,19 @@ def in_a_python_loop(loss: Step) -> Step:
     return step
 
 
+def one_after_the_other(loss: Step) -> Step:
+    """The same, with each microbatch waiting for the gradients of the one before."""
+
+    def step(params, xs):
+        total = jax.grad(loss)(params, xs[0])
+        for x in xs[1:]:
+            total, x = jax.lax.optimization_barrier((total, x))
+            total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
+
+    return step
+
+
 def scanned_microbatches(loss: Step) -> Step:
     def step(params, xs):
         add = lambda total, x: (jax.tree.map(jnp.add, total, jax.grad(loss)(params, x)), None)  # noqa: E731
@@ -480,8 +493,9 @@ def test_microbatches_in_a_python_loop_have_their_residuals_at_once(h100):
     bad, good, other = (mapped(step, args, h100) for step in (in_a_python_loop(plain), scanned_microbatches(plain), of_sum))
     finding = one(find(lint_input(bad)), "microbatches-together")
     assert bad.memory.total_bytes - good.memory.total_bytes >= finding.num_bytes > 3 * ACTIVATION_BYTES
-    assert read_traced(bad.jaxpr).num_rounds == 4
-    for sound in (good, other):
+    apart = mapped(one_after_the_other(plain), args, h100)
+    assert read_traced(bad.jaxpr).num_rounds == read_traced(apart.jaxpr).num_rounds == 4
+    for sound in (good, other, apart):
         assert "microbatches-together" not in rules(find(lint_input(sound)))
 
 

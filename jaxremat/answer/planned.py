@@ -371,8 +371,7 @@ class _Compiles:
     def layers_at(self, batch: int) -> tuple[EqualLayers, tuple[EqualLayers, ...]]:
         """The layers at a batch: as one, and by kind.
 
-        A gather is hidden as far as in the full-remat step that was compiled at the nearest batch, and not at all before
-        one was compiled.
+        A gather is hidden as far as in the step that `waits` has for the nearest batch, and not at all before it has one.
         """
         nearest = min(self.waits, key=lambda compiled: abs(compiled - batch), default=None)
         waits = 1.0 if nearest is None else self.waits[nearest]

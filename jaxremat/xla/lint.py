@@ -387,6 +387,7 @@ def _microbatches_together(facts: LintInput) -> Iterator[Finding]:
         return buffer.label, buffer.shape, buffer.source
 
     def is_residual(buffer: Buffer) -> bool:
+        # The category doesn't say so: it takes a program as one forward pass and one backward pass.
         phases = phase_of(buffer.op_name), phase_of(memory_map.program[buffer.last].op_name)
         return phases == ("forward", "backward")
 
