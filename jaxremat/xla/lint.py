@@ -401,8 +401,8 @@ def _microbatches_together(facts: LintInput) -> Iterator[Finding]:
         yield Finding(
             "microbatches-together",
             f"{num_rounds} forward passes, each with its backward pass, follow one another as in a Python loop, and nothing "
-            f"makes one wait for another: residuals of several are there at once, {gib(num_bytes)} more than those of one, such "
-            f"as {example}",
+            f"makes one wait for another: residuals of several are there at once, at least {gib(num_bytes)} more than those of "
+            f"one, such as {example}",
             "jax.lax.scan over the microbatches, with the forward and the backward pass of one in its body",
             num_bytes,
         )
