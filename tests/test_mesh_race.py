@@ -141,20 +141,48 @@ def test_who_is_left_out_could_be_at_most_so_much_faster(monkeypatch):
 def test_a_mesh_with_twice_the_tensor_axis_is_compiled_where_it_could_be_faster(of_half, reached, monkeypatch):
     """It is taken to be at most 5 % faster than with half the axis, if that has a step that fits."""
     bounds = {"fsdp=8": [Reached(1000)], "fsdp=4,tensor=2": [Reached(of_half)], "fsdp=2,tensor=4": [Reached(970)]}
-    monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter(bounds[str(one.mesh)]))
-    meshes = [MeshShape(fsdp=8 // n, tensor=n) for n in (1, 2, 4)]
-    entrants = [mesh_race.Entrant(mesh, that_fits(num_tokens=8), total_bytes=1) for mesh in meshes]
-    found = mesh_race.compare_meshes(entrants, parse("dots"), batch=None, max_batch=None, on_compile=lambda *_: None)
-    assert found.best is entrants[0]
+    found = compared(monkeypatch, bounds)
+    assert found.best
+    assert str(found.best.mesh) == "fsdp=8"
     assert found.meshes[2].tokens_per_s == reached
-    assert (found.meshes[2].left_out == "tensor=2 wins") == (reached is None)
+    assert (found.meshes[2].left_out == "fsdp=4,tensor=2 wins") == (reached is None)
 
 
-def test_the_mesh_with_half_the_tensor_axis_sends_the_same_between_nodes():
-    assert mesh_race.half_tensor(MeshShape(data=2, fsdp=4, tensor=2, nodes=2)) == [MeshShape(data=2, fsdp=8, nodes=2)]
-    assert mesh_race.half_tensor(MeshShape(fsdp=8, tensor=2, nodes=2)) == []
-    assert MeshShape(data=8) in mesh_race.half_tensor(MeshShape(data=4, tensor=2))
-    assert mesh_race.half_tensor(MeshShape(data=8)) == []
+def compared(monkeypatch, bounds: dict[str, Any], state_bytes=lambda mesh: 1, **options) -> mesh_race.Comparison:
+    """The comparison of meshes of 8 devices whose steps have no exposed collectives."""
+    monkeypatch.setattr(mesh_race, "_largest", lambda one, *_: iter(bounds[str(one.mesh)]))
+    monkeypatch.setattr(mesh_race, "most_beside", lambda one, speed, tensor: speed)
+    entrants = list[mesh_race.Entrant]()
+    for text in bounds:
+        trials, mesh = that_fits(num_tokens=8), parse_mesh(text, 8)
+        assert isinstance(mesh, MeshShape)
+        trials.state_bytes = lambda text=text: state_bytes(text)
+        entrants.append(mesh_race.Entrant(mesh, trials, total_bytes=1))
+    options = {"batch": None, "max_batch": None, "on_compile": lambda *_: None} | options
+    return mesh_race.compare_meshes(entrants, parse("dots"), **options)
+
+
+def test_a_mesh_that_divides_less_of_the_state_is_left_out_by_one_that_divides_more(monkeypatch):
+    """So it is where both have the axis `tensor`."""
+    bounds = {"fsdp=8": [Reached(1000)], "fsdp=4,tensor=2": [Reached(940)], "data=4,tensor=2": [Reached(930)]}
+    found = compared(monkeypatch, bounds, lambda mesh: 1 + ("data" in mesh))
+    assert [one.left_out for one in found.meshes] == ["", "", "fsdp=4,tensor=2 wins"]
+    assert [*map(bool, (one.tokens_per_s for one in found.meshes))] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options"),
+    [
+        (("data=8", "fsdp=8"), {}),  # whose state takes fewer bytes
+        (("fsdp=8", "data=4,tensor=2", "fsdp=4,tensor=2"), {}),
+        (("fsdp=8", "fsdp=4,expert=2"), {}),
+        (("fsdp=8", "fsdp=4,tensor=2", "fsdp=2,tensor=4"), {"batch": 4}),  # each device has fewer sequences
+    ],
+)
+def test_other_meshes_are_compiled_though_one_is_twice_as_fast(meshes, options, monkeypatch):
+    bounds = {mesh: [Reached(1000 / 2 ** min(n, 1))] for n, mesh in enumerate(meshes)}
+    found = compared(monkeypatch, bounds, lambda mesh: 1 + ("data" in mesh), **options)
+    assert [one.tokens_per_s for one in found.meshes] == [1000] + [500] * (len(meshes) - 1)
 
 
 @pytest.mark.parametrize(("share", "text"), [(0.0, "0.0%"), (0.0001, "0.1%"), (0.0043, "0.5%"), (0.005, "0.5%")])

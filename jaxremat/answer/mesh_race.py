@@ -7,16 +7,18 @@ Each mesh has upper bounds of its speed before its answer is known. For a plan t
 straight line through two of its compiled steps, and the answer is its largest batch that fits. A mesh whose bound isn't more
 than `SAME_SPEED` above the best answer is left out. Speeds are predicted sequences per second of all devices.
 
-Before a mesh with the axis `tensor` is compiled, its bound is that of a mesh with half that axis, and `TENSOR_GAIN` more. This is
-an assumption: twice the axis sends twice as much between the kernels of each layer, and saves no bytes of activations. It is made
-for meshes alone that send the same between nodes, and only where the other mesh has a step that fits.
+Before anything of a mesh is compiled, its bound comes from the compiled steps of others
+(`answer/mesh_bounds.py`), and is `GAIN` more. This is an assumption. It is made where the batch is free, by meshes whose axis
+`tensor` is no longer, whose state takes no more bytes, and on which several sequences fit.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jaxremat.answer.layer_estimate import cost_of, speed_of
+from jaxremat.answer.mesh_bounds import most_speed, shorter_by
 from jaxremat.answer.planned import OnCompile, Planned, plan_bounds
 from jaxremat.answer.race import Reached, Standing, race, still_running
 from jaxremat.errors import CompileError
@@ -34,8 +36,11 @@ from jaxremat.units import gib, percent_up
 
 #: The share by which two meshes' speeds count as equal.
 SAME_SPEED = 5e-3
-#: How much faster a mesh may be than one with half its axis `tensor`, before anything of it is compiled.
-TENSOR_GAIN = 0.05
+#: How much faster a mesh may be than others say, before anything of it is compiled. Its kernels may have other shapes, and its
+#: batches may lie between those of the other mesh.
+GAIN = 0.05
+#: How many sequences of a data-parallel group fit at least on a mesh whose steps say how fast others can be.
+SEVERAL = 4
 #: The progress of a comparison: called before each compile with the mesh, the policy, the batch, and which compile it is.
 OnMeshCompile = Callable[[str, str, int, Compile], None]
 
@@ -51,6 +56,9 @@ class Entrant:
         batch: the batch of its answer, or of the step of the fewest bytes if none fits. None before it has one.
         total_bytes: the bytes of that step.
         has_begun: whether its own bound is known, or is being compiled.
+        faster: the mesh by which it is left out before anything of it is compiled. None where that isn't so.
+        shorter_by_s: of its compiled steps, the seconds of `mesh_bounds.shorter_by` for each sequence. By policy, batch, and size
+            of the axis `tensor`.
     """
 
     mesh: MeshShape
@@ -59,6 +67,13 @@ class Entrant:
     batch: int | None = None
     total_bytes: int | None = None
     has_begun: bool = False
+    faster: MeshShape | None = None
+    shorter_by_s: dict[tuple[Policy, int, int], float] = field(default_factory=dict)
+
+    @functools.cached_property
+    def state_bytes(self) -> int | None:
+        """Bytes of the state on each device. None for a mesh that was left out before."""
+        return self.trials.state_bytes() if self.trials else None
 
     @property
     def num_compiles(self) -> int:
@@ -107,7 +122,7 @@ def compare_meshes(
     for one in entrants:
         if one.trials is None:
             continue
-        if (over := one.trials.state_bytes() - one.trials.budget_bytes) > 0:
+        if (over := (one.state_bytes or 0) - one.trials.budget_bytes) > 0:
             one.left_out = f"state {gib(over)} over"
         else:
             racing.append(one)
@@ -137,16 +152,17 @@ def compare_meshes(
         on_change(comparison(standings))
 
     def assumed(one: Entrant) -> float:
-        halves = half_tensor(one.mesh)
-        others = [(other, standing.bound) for other, standing in zip(racing, latest, strict=True) if other.mesh in halves]
-        if not all(bound for _, bound in others):
-            return math.inf
-        # The first mesh of equal bounds is compiled first, and the one with half the axis comes before this one.
-        return max(((1 + TENSOR_GAIN * other.has_begun) * bound for other, bound in others), default=math.inf)
+        least = math.inf
+        for other, standing in zip(racing, latest, strict=True) if batch is None else ():
+            if other.has_begun and tells_of(other, one) and 0 < standing.bound < math.inf:
+                most = (1 + GAIN) * most_beside(other, standing.bound, one.mesh.tensor)
+                if most < least:
+                    least, one.faster = most, other.mesh
+        return least
 
     def steps(one: Entrant) -> Iterator[float | Reached]:
         bound = math.inf
-        while (least := assumed(one)) < bound:  # the other mesh's may have fallen since
+        while (least := assumed(one)) < bound:  # those of the other meshes may have fallen since
             yield (bound := least)
         one.has_begun = True
         if policy is None:
@@ -176,19 +192,31 @@ def compare_meshes(
     return comparison(found, is_complete=True)
 
 
-def half_tensor(mesh: MeshShape) -> list[MeshShape]:
-    """The meshes with half the axis `tensor` that send the same between nodes.
+def tells_of(other: Entrant, one: Entrant) -> bool:
+    """Whether the steps of a mesh say how fast another one can be."""
+    axes = other.mesh.expert == one.mesh.expert and other.mesh.tensor <= one.mesh.tensor
+    return axes and other is not one and (other.state_bytes or 0) <= (one.state_bytes or 0)
 
-    The axis `fsdp`, or `data` on one node, has twice the devices. Empty for a mesh without `tensor`.
+
+def most_beside(one: Entrant, speed: float, tensor: int) -> float:
+    """The most sequences per second of a mesh with that axis `tensor`, by `one`.
+
+    The most of that one is `speed`. It isn't known where fewer than `SEVERAL` sequences fit: a batch between two of them can
+    then be much faster.
     """
-    if mesh.tensor == 1:
-        return []
-    half, found = replace(mesh, tensor=mesh.tensor // 2), list[MeshShape]()
-    if mesh.data >= mesh.nodes:  # the other axes are inside a node
-        found.append(replace(half, fsdp=2 * mesh.fsdp))
-    if mesh.nodes == 1:
-        found.append(replace(half, data=2 * mesh.data))
-    return found
+    trials, longest_s, several_fit = one.trials, -math.inf, False
+    assert trials is not None
+    left_bytes = trials.budget_bytes - (one.state_bytes or 0)
+    for steps in trials.steps.values():
+        for batch, done in steps.compiled.items():
+            of_batch = done.memory.total_bytes - (one.state_bytes or 0)
+            several_fit |= batch >= SEVERAL and SEVERAL * of_batch <= batch * left_bytes
+            key = steps.policy, batch, tensor
+            if key not in one.shorter_by_s:
+                seconds = shorter_by(done.module, speed_of(trials.target), one.mesh, tensor)
+                one.shorter_by_s[key] = seconds / trials.global_batch_at(batch)
+            longest_s = max(longest_s, one.shorter_by_s[key])
+    return most_speed(speed, longest_s) if several_fit else math.inf
 
 
 def _unless_rejected(one: Entrant, steps: Iterator[float | Reached]) -> Iterator[float | Reached]:
@@ -305,7 +333,7 @@ def _compared(one: Entrant, standing: Standing | None, fastest: float) -> Compar
 
     The comparison of a mesh has ended if it has an answer, or if its bound is above `fastest` by at most `SAME_SPEED`.
     """
-    state = one.trials.state_bytes() if one.trials else None
+    state = one.state_bytes
     if one.trials is None or standing is None:
         return ComparedMesh(str(one.mesh), state, left_out=one.left_out)
     samples = one.trials.num_members
@@ -313,7 +341,7 @@ def _compared(one: Entrant, standing: Standing | None, fastest: float) -> Compar
     times = (1.0 if tokens is None else tokens / samples) / one.mesh.num_devices
     left_out, finished = one.left_out, standing.reached is not None
     if not finished and not one.has_begun and standing.bound <= fastest * (1 + SAME_SPEED):
-        return ComparedMesh(str(one.mesh), state, left_out=f"tensor={one.mesh.tensor // 2} wins")
+        return ComparedMesh(str(one.mesh), state, left_out=f"{one.faster} wins")
     if not finished:
         left_out = _why_left_out(standing.bound, fastest)
     elif not standing.reached and not left_out:
