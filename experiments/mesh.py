@@ -11,7 +11,7 @@ All steps are compiled for GPUs that aren't in the machine. Nothing is run. Ther
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -23,7 +23,9 @@ from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.model.presets import preset
 
 if TYPE_CHECKING:
+    from jaxremat.mesh.axes import MeshShape
     from jaxremat.trial.record import TrialRecord
+    from jaxremat.trial.trials import Trials
 
 Part = Literal["steps"]
 Row = dict[str, Any]
@@ -90,17 +92,23 @@ def trial_on(
         target: the name of the GPU.
         xla_preset: the preset of XLA's options.
     """
-    from jaxremat.chips.target import load_target
     from jaxremat.mesh.axes import parse_mesh
+    from jaxremat.policy.grammar import parse
+
+    run = trials_on(config, train, parse_mesh(mesh), target)
+    return replace(run, xla_preset=xla_preset).record(parse(policy), batch, "trial")
+
+
+def trials_on(config: ModelConfig, train: TrainConfig, mesh: "MeshShape | None", target: str) -> "Trials":
+    """The trials of a decoder on a mesh of GPUs, within their memory. The other arguments are those of `trial_on`."""
+    from jaxremat.chips.target import load_target
     from jaxremat.model.attention import choose_attention
     from jaxremat.model.decoder_workload import decoder_factory
-    from jaxremat.policy.grammar import parse
     from jaxremat.trial.trials import Trials
 
-    gpus = load_target(target, parse_mesh(mesh))
+    gpus = load_target(target, mesh)
     attention = choose_attention(config, train.seq_len, load_target(target)).implementation
-    run = Trials(decoder_factory(config, attention), train, gpus, gpus.memory_bytes or 0, xla_preset=xla_preset)
-    return run.record(parse(policy), batch, "trial")
+    return Trials(decoder_factory(config, attention), train, gpus, gpus.memory_bytes or 0)
 
 
 #: By part, the function that measures it, how many of its first columns are words, and the columns of its table. Each mesh is of

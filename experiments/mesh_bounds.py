@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 from cyclopts import Parameter
 
 from experiments.common import RESULTS, run_experiment, show_by
+from experiments.mesh import trials_on
 from jaxremat.config import TrainConfig
 from jaxremat.model.presets import preset
 
@@ -63,19 +64,14 @@ def first_bounds(model: str, target: str, num_devices: int, seq_len: int) -> Ite
     """The meshes on which the state fits, and the most sequences per second of a plan on each after one compile."""
     from jaxremat.answer.mesh_race import Entrant
     from jaxremat.answer.planned import plan_bounds
-    from jaxremat.chips.target import load_target
     from jaxremat.mesh.axes import parse_mesh
     from jaxremat.mesh.sensible import sensible_meshes
-    from jaxremat.model.attention import choose_attention
-    from jaxremat.model.decoder_workload import decoder_factory
-    from jaxremat.trial.trials import Trials
 
     config = replace(preset(model).config, scan_layers=True)
     train, shape = TrainConfig(seq_len=seq_len, loss="chunked"), parse_mesh(None, num_devices)
-    attention = choose_attention(config, seq_len, load_target(target)).implementation
     for mesh in sensible_meshes(num_devices, shape.nodes if shape else 1):
-        gpus = load_target(target, mesh)
-        trials = Trials(decoder_factory(config, attention), train, gpus, 3 * (gpus.memory_bytes or 0) // 4)
+        trials = trials_on(config, train, mesh, target)
+        trials = replace(trials, budget_bytes=3 * trials.budget_bytes // 4)
         if trials.state_bytes() < trials.budget_bytes:
             bounds = plan_bounds(trials, loss="chunked", batches=trials.batches(None), on_compile=lambda *_: None)
             speed = trials.global_batch_at(1) * cast(float, next(bounds))

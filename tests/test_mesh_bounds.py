@@ -47,13 +47,12 @@ def test_the_example_of_the_docstring():
 @pytest.mark.full
 def test_the_steps_of_a_mesh_with_a_longer_axis_take_no_fewer_seconds_than_assumed():
     """Compiled for 8 GPUs at the same sequences of all devices."""
-    whole_s, least_s, longer = [], [], MESH
-    for shape in (MeshShape(fsdp=8), longer):
+    whole_s, least_s, size = [], [], MESH.tensor
+    for shape in (MeshShape(fsdp=8), MESH):
         run = make_run(load_target("h100-80gb", shape), replace(MODEL, num_kv_heads=4))
         module = run.compile(NOTHING, NUM_SEQUENCES // run.global_batch_at(1)).module
         time = predict_step_time(module, speed_of(run.target))
         whole_s.append(time.step_s)
-        size = longer.tensor
         least_s.append(time.step_s - shorter_by(module, speed_of(run.target), shape, size))
         speed = NUM_SEQUENCES / time.step_s
         assert most_beside(Entrant(shape, run), speed, size) == pytest.approx(NUM_SEQUENCES / least_s[-1])

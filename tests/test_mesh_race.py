@@ -163,7 +163,7 @@ def compared(monkeypatch, bounds: dict[str, Any], state_bytes=lambda mesh: 1, **
 
 
 def test_a_mesh_that_divides_less_of_the_state_is_left_out_by_one_that_divides_more(monkeypatch):
-    """So it is where both have the axis `tensor`."""
+    """So it is where both have an axis `tensor` of the same size."""
     bounds = {"fsdp=8": [Reached(1000)], "fsdp=4,tensor=2": [Reached(940)], "data=4,tensor=2": [Reached(930)]}
     found = compared(monkeypatch, bounds, lambda mesh: 1 + ("data" in mesh))
     assert [one.left_out for one in found.meshes] == ["", "", "fsdp=4,tensor=2 wins"]

@@ -57,8 +57,8 @@ class Entrant:
         total_bytes: the bytes of that step.
         has_begun: whether its own bound is known, or is being compiled.
         faster: the mesh by which it is left out before anything of it is compiled. None where that isn't so.
-        shorter_by_s: of its compiled steps, the seconds of `mesh_bounds.shorter_by` for each sequence. By policy, batch, and size
-            of the axis `tensor`.
+        shorter_by_s: of its compiled steps, the seconds of `mesh_bounds.shorter_by` for each sequence. They are by policy, batch
+            and size of the other mesh's axis `tensor`.
     """
 
     mesh: MeshShape
@@ -206,10 +206,10 @@ def most_beside(one: Entrant, speed: float, tensor: int) -> float:
     """
     trials, longest_s, several_fit = one.trials, -math.inf, False
     assert trials is not None
-    left_bytes = trials.budget_bytes - (one.state_bytes or 0)
+    state_bytes = one.state_bytes or 0
     for steps in trials.steps.values():
         for batch, done in steps.compiled.items():
-            of_batch = done.memory.total_bytes - (one.state_bytes or 0)
+            of_batch, left_bytes = done.memory.total_bytes - state_bytes, trials.budget_bytes - state_bytes
             several_fit |= batch >= SEVERAL and SEVERAL * of_batch <= batch * left_bytes
             key = steps.policy, batch, tensor
             if key not in one.shorter_by_s:
