@@ -5,7 +5,7 @@ The input joins a compiled step with the requests that its traced program makes,
 
 import functools
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from jaxremat.xla.dump import Frames, parse_frames, short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.hlo import plain_scope
 from jaxremat.xla.memory import CompiledMemory
+from jaxremat.xla.step_facts import Finding
 from jaxremat.xla.traced import Traced, logit_sizes
 
 #: Who reads the remedies of the rules, and so what a remedy can be. code: whoever wrote the function. with_policy: whoever
@@ -37,6 +38,8 @@ _UNDER_POLICY: dict[Remedies, str] = {
 
 #: The rules report nothing that takes less than this share of a step's bytes.
 SMALL = 0.01
+#: A loop's residuals, and attention's scores, are much of a step from this share of its bytes on.
+MUCH = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,10 @@ class LintInput:
     def under_policy(self, policy: object) -> str:
         """The remedy that applies a policy, such as `--policy dots+attention`."""
         return _UNDER_POLICY[self.remedies].format(policy=str(policy))
+
+
+#: A rule finds what it is named after in a compiled step.
+Rule = Callable[[LintInput], Iterable[Finding]]
 
 
 def lint_input(compilation: Compilation, **known: Any) -> LintInput:

@@ -6,7 +6,7 @@ activations of all: rule `gathers-everything`.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxremat.xla.dump import short_source
 from jaxremat.xla.exchanges import Exchange
 from jaxremat.xla.flops import NO_FLOPS, executed, executed_flops, instruction_flops
 from jaxremat.xla.hlo import plain_scope
-from jaxremat.xla.lint_input import LintInput, listed, num_elements
+from jaxremat.xla.lint_input import LintInput, Rule, listed, num_elements
 from jaxremat.xla.origin import is_part
 from jaxremat.xla.recomputed import operation_path, scope_in
 from jaxremat.xla.step_facts import MORE_THAN_ITS_SHARE, Finding
@@ -282,7 +282,7 @@ def _module_path(scope: str) -> str:
 
 
 #: The rules by name, in the order in which they run. They run for a step on several devices alone.
-MESH_RULES: dict[str, Callable[[LintInput], Iterable[Finding]]] = {
+MESH_RULES: dict[str, Rule] = {
     MORE_THAN_ITS_SHARE: _more_than_its_share,
     "lies-whole": _replicated,
     "axis-divides-nothing": _axis_divides_nothing,
