@@ -20,7 +20,7 @@ from rich.console import Console
 import jaxremat
 from jaxremat.answer import any_layer, planned, records
 from jaxremat.answer.layer_estimate import speed_of
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.answer.planned import Planned, plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
 from jaxremat.chips.installed import versions
@@ -401,10 +401,8 @@ def test_a_budget_below_the_least_of_any_layer(monkeypatch, h100):
 
 def test_a_faster_link_makes_offloading_cheaper(h100):
     speed = speed_of(h100)
-    problems = [
-        layer_problem(jnp.sin, (jax.ShapeDtypeStruct((8, 8), "float32"),), replace(speed, host_link_bytes_per_s=link))[0]
-        for link in (1e9, 1e12)
-    ]
+    layer = trace_layer(jnp.sin, (jax.ShapeDtypeStruct((8, 8), "float32"),))
+    problems = [layer_problem(layer, replace(speed, host_link_bytes_per_s=link))[0] for link in (1e9, 1e12)]
     assert problems[0].offload_s_per_byte == pytest.approx(1000 * problems[1].offload_s_per_byte)
 
 

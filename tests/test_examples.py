@@ -18,7 +18,7 @@ import pytest
 from jax.extend import core
 
 from jaxremat import find_layers, parse
-from jaxremat.answer.workload_estimate import estimate_kinds
+from jaxremat.answer.workload_estimate import estimate_kinds, trace_kinds
 from jaxremat.cli import explain, run
 from jaxremat.trial.trials import Trials
 from jaxremat.workload.load import load_factory
@@ -263,7 +263,7 @@ def test_the_layers_of_an_example_are_found(name, h100):
     kinds = [(re.sub(r"\S*/(\w+\.py):\d+.*", r"\1", kind.label), kind.found_by, kind.num_layers) for kind in found.kinds]
     assert tuple(kinds) == EXAMPLES[name].found
     assert tuple(kept.what for kept in found.kept) == KEPT.get(name, ())
-    for kind, estimate in zip(found.kinds, estimate_kinds(found.kinds, h100.speed), strict=True):
+    for kind, estimate in zip(found.kinds, estimate_kinds(trace_kinds(found.kinds), h100.speed), strict=True):
         assert kind.in_scan == (kind.found_by in ("scan", "loop"))
         assert estimate.num_layers == kind.num_layers
         assert len(estimate.layer.problem.ops) > 2

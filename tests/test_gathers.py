@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
 from jaxremat.answer.workload_estimate import estimate_workload
@@ -160,7 +160,7 @@ def test_a_gather_by_hand():
 
     share = Share(mesh, {((64, 128), "float32"): 8}, waits=0.5, axes=axes)
     args = struct(64, 128), struct(16, 64, dtype="bfloat16")
-    problem, _, keep = layer_problem(layer, args, SPEED, in_scan=False, share=share)
+    problem, _, keep = layer_problem(trace_layer(layer, args), SPEED, in_scan=False, share=share)
     num_bytes = {value.name: value.num_bytes for value in problem.values}
     assert num_bytes["args[0]"] == 64 * 128 * 4 // 8
     assert num_bytes["half"] == 64 * 128 * 2 // 8
@@ -175,7 +175,7 @@ def test_a_gather_by_hand():
     assert [value.name for value in problem.values if value.needed] == ["args[1]", "w_gathered", "cos"]
     (cast,) = (op for op in problem.ops if [problem.values[v].name for v in op.outputs] == ["half"])
     assert cast.recompute_s == pytest.approx(1e-6 + 2 * 2048 / 1e9)  # it is written before it is gathered
-    whole, *_ = layer_problem(layer, args, SPEED, in_scan=False)
+    whole, *_ = layer_problem(trace_layer(layer, args), SPEED, in_scan=False)
     assert {value.name: value.num_bytes for value in whole.values}["w_gathered"] == 64 * 128 * 2
 
 
@@ -183,7 +183,8 @@ def test_a_divided_parameter_is_read_whole():
     """Without a gather in the program XLA makes one. What a matmul reads of a divided kernel is all of it."""
     axes = MeshShape(fsdp=8)
     share = Share(abstract_mesh(axes), {((512, 512), "float32"): 8}, axes=axes)
-    problem, *_ = layer_problem(lambda w, x: x @ jnp.abs(w), (struct(512, 512), struct(2, 512)), SPEED, share=share)
+    layer = trace_layer(lambda w, x: x @ jnp.abs(w), (struct(512, 512), struct(2, 512)))
+    problem, *_ = layer_problem(layer, SPEED, share=share)
     (matmul,) = (op for op in problem.ops if op.flops)
     assert matmul.recompute_s == pytest.approx(1e-6 + (512 * 512 + 2 * 2 * 512) * 4 / 1e9)
     assert [value.num_bytes for value in problem.values if value.name == "abs"] == [512 * 512 * 4 // 8]

@@ -14,7 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.extend import core
 
-from jaxremat.answer.layer_problem import Keep, layer_problem
+from jaxremat.answer.layer_problem import Keep, layer_problem, trace_layer
 from jaxremat.chips.nvidia.gpu import load_gpu
 from jaxremat.chips.nvidia.speed import speed_of
 from jaxremat.chips.tables import Attention, Product
@@ -45,7 +45,7 @@ MLP_ARGS = (struct(8, 16), struct(16, 8), struct(4, 8))
 
 def test_a_small_mlp_by_hand():
     """Shapes: x [4, 8], hidden [4, 16], float32; 1e9 bytes and 5e11 FLOPs a second are reached."""
-    problem, _, keep = layer_problem(autoname(mlp), MLP_ARGS, SPEED, in_scan=False)
+    problem, _, keep = layer_problem(trace_layer(autoname(mlp), MLP_ARGS), SPEED, in_scan=False)
     given, free = {"saveable": False, "offloadable": False}, 4 * LEAST_S  # a nanosecond an operation
     assert problem.values == (
         Value("args[0]", 512, **given, needed=True),
@@ -67,7 +67,7 @@ def test_a_small_mlp_by_hand():
     assert [op.recompute_s for op in problem.ops] == pytest.approx([up, sin, cos, down])
     assert problem.inputs == (0, 1, 2)
     assert (problem.save_s_per_byte, problem.offload_s_per_byte) == (0, pytest.approx(2e-8))  # what is there stays there
-    scanned, *_ = layer_problem(autoname(mlp), MLP_ARGS, SPEED)
+    scanned, *_ = layer_problem(trace_layer(autoname(mlp), MLP_ARGS), SPEED)
     assert scanned.save_s_per_byte == pytest.approx(3e-9)
     launch, copied = 1e-6, 1e-6 + 2 * 256 / 1e9  # the second matmul reads sin's result: it is copied out of the stack
     assert [value.save_s for value in scanned.values[3:]] == pytest.approx([launch, launch + copied, launch, launch])
@@ -83,7 +83,7 @@ def test_what_the_gradient_reads_first():
         last = checkpoint_name(jnp.sin(first @ w[2] + 1.0), "last")
         return (last @ w[3]).astype("bfloat16"), jnp.int32(3)
 
-    problem, _, named = layer_problem(layer, ((struct(8, 8),) * 4, struct(4, 8)), SPEED, in_scan=False)
+    problem, _, named = layer_problem(trace_layer(layer, ((struct(8, 8),) * 4, struct(4, 8))), SPEED, in_scan=False)
     assert {value.name for value in problem.values if value.name in named and value.is_read_first} == {"last"}
     assert {value.name for value in problem.values if value.name in named and value.needed} == {"again", "first", "last"}
 
@@ -100,17 +100,17 @@ def test_costs_follow_fusion_and_the_roofline():
         return jnp.sort(chain.reshape(x.shape[0], -1) @ w, axis=-1).sum()
 
     w, x = struct(512, 512, dtype="bfloat16"), struct(512, 2, 256)
-    problem, *_ = layer_problem(autoname(function), (w, x), SPEED)
+    problem, *_ = layer_problem(trace_layer(autoname(function), (w, x)), SPEED)
     costs = {op.name: op.recompute_s for op in reversed(problem.ops)}  # the first of each name
     assert costs["abs"] == costs["add"] == costs["reshape"] == LEAST_S
     assert costs["convert_element_type"] == pytest.approx(1e-6 + 2 * 2 * 512 * 512 / 1e9)  # through the view
     assert costs["dot_general"] == pytest.approx(1e-6 + max(2 * 512**3 / 1e12, 3 * 2 * 512 * 512 / 1e9))
     assert costs["sort"] > 2 * 2 * 512 * 512 / 1e9
-    wide, *_ = layer_problem(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096)), SPEED)
+    wide, *_ = layer_problem(trace_layer(autoname(jnp.matmul), (struct(4096, 4096), struct(4096, 4096))), SPEED)
     assert cost_of(wide, "dot_general") == pytest.approx(1e-6 + 2 * 4096**3 / 5e11)
     rows, columns = (lambda x: jnp.exp(x.sum(-1))), (lambda x: jnp.exp(x.sum(0)))
     for reduction, fused, free in ((rows, True, True), (rows, False, False), (columns, True, False)):
-        problem, unfused, _ = layer_problem(autoname(reduction), (struct(64, 64),), SPEED)
+        problem, unfused, _ = layer_problem(trace_layer(autoname(reduction), (struct(64, 64),)), SPEED)
         total = problem if fused else unfused
         assert cost_of(total, "reduce_sum") == (LEAST_S if free else pytest.approx(1e-6 + (64 * 64 * 4 + 64 * 4) / 1e9))
 
@@ -123,7 +123,7 @@ def test_of_equally_cheap_values_the_last_is_saved(num_bytes):
         query, key = (jnp.swapaxes((x @ w * scale).reshape(4, 2, 8), 0, 1) for scale in (1, 2))
         return jnp.einsum("hqd,hkd->hqk", jnp.sin(query), jnp.sin(key))
 
-    problem, *_ = layer_problem(autoname(scores), MLP_ARGS[::2], SPEED)
+    problem, *_ = layer_problem(trace_layer(autoname(scores), MLP_ARGS[::2]), SPEED)
     saved = solve(problem, num_bytes).decision.save
     assert {problem.values[v].name for v in saved} == {"transpose", "transpose.1"}
 
@@ -142,7 +142,7 @@ def test_a_matmul_costs_what_the_clock_predicts(m, n, k, dtype):
     short, num_bytes = {"bfloat16": ("bf16", 2), "float32": ("f32", 4)}[dtype]
     product = Product(1, m, n, k, is_aligned=n * num_bytes % 16 == 0)
     for speed in (H100, replace(H100, tables=None)):
-        problem, *_ = layer_problem(autoname(jnp.matmul), args, speed)
+        problem, *_ = layer_problem(trace_layer(autoname(jnp.matmul), args), speed)
         kind = matmul_class(m * n, flops, num_elements * num_bytes)
         kernel = Kernel(
             "dot", "", kind, flops, short, (m * k + k * n) * num_bytes, m * n * num_bytes, 0, 0, 1, None, product
@@ -157,7 +157,7 @@ def test_fused_attention_costs_what_the_clock_predicts(length, head_size, window
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn", **windowed)
 
     qkv = [struct(2, length, heads, head_size, dtype="bfloat16") for heads in (16, 4, 4)]
-    problem, *_ = layer_problem(autoname(attend), tuple(qkv), H100)
+    problem, *_ = layer_problem(trace_layer(autoname(attend), tuple(qkv)), H100)
     (op,) = (op for op in problem.ops if op.together)
     shapes = Attention("forward", head_size, min(length, 2 * window) if window else length)
     moved = sum(problem.values[v].num_bytes for v in (*op.inputs, *op.outputs))
@@ -184,7 +184,7 @@ def block(kind: str) -> tuple[Any, tuple[Any, ...]]:
 @functools.cache
 def problem_of(kind: str) -> tuple[Problem, dict[str, Keep]]:
     function, args = block(kind)
-    problem, _, ways = layer_problem(function, args, SPEED)
+    problem, _, ways = layer_problem(trace_layer(function, args), SPEED)
     return problem, ways
 
 
@@ -315,13 +315,13 @@ def test_a_value_read_from_before_its_name_is_another_value():
     def by_hand(x):
         return checkpoint_name(jnp.exp(checkpoint_name(jnp.sin(x), "sin")), "e") * 2
 
-    problem, _, keep = layer_problem(by_hand, (struct(4),), SPEED)
+    problem, _, keep = layer_problem(trace_layer(by_hand, (struct(4),)), SPEED)
     assert {value.name: value.saveable for value in problem.values if value.name in ("exp", "e")} == {
         "exp": False,
         "e": True,
     }
     assert recomputed(problem, {"e"})["exp"] == 1
-    named, *_ = layer_problem(autoname(by_hand), (struct(4),), SPEED)
+    named, *_ = layer_problem(trace_layer(autoname(by_hand), (struct(4),)), SPEED)
     assert recomputed(named, {"e"})["exp"] == 0
     assert keep["e"] == Keep(name="e")
 
@@ -330,10 +330,10 @@ def test_a_name_on_several_values_saves_none_of_them_alone():
     def twice(x):
         return checkpoint_name(jnp.sin(x), "both") * checkpoint_name(jnp.cos(x), "both")
 
-    problem, _, keep = layer_problem(twice, (struct(4),), SPEED)
+    problem, _, keep = layer_problem(trace_layer(twice, (struct(4),)), SPEED)
     assert keep == {}
     assert "both" not in {value.name for value in problem.values}
-    _, _, keep = layer_problem(autoname(twice), (struct(4),), SPEED)
+    _, _, keep = layer_problem(trace_layer(autoname(twice), (struct(4),)), SPEED)
     assert {"sin", "cos"} <= set(keep)
 
 
@@ -344,7 +344,7 @@ def test_dead_work_constants_and_integers():
         jnp.exp(x)
         return jnp.sin(x * table)[n]
 
-    problem, _, keep = layer_problem(autoname(function), (struct(4), struct(3, dtype="int32")), SPEED)
+    problem, _, keep = layer_problem(trace_layer(autoname(function), (struct(4), struct(3, dtype="int32"))), SPEED)
     assert "exp" not in {op.name for op in problem.ops}
     assert "constant" in {problem.values[n].name for n in problem.inputs}
     assert not [value for value in problem.values if value.saveable and value.name not in keep]
@@ -356,7 +356,7 @@ def test_float32_of_the_highest_precision_is_priced_without_tf32():
     args = struct(512, 512), struct(512, 512)
 
     def recompute_s(precision: str | None) -> float:
-        problem, *_ = layer_problem(autoname(lambda a, b: jnp.dot(a, b, precision=precision)), args, speed)
+        problem, *_ = layer_problem(trace_layer(autoname(lambda a, b: jnp.dot(a, b, precision=precision)), args), speed)
         return sum(op.recompute_s for op in problem.ops)
 
     assert recompute_s("highest") == pytest.approx(8 * recompute_s(None), rel=0.05)

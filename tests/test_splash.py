@@ -14,7 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat import attribution
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips import catalog
 from jaxremat.chips.catalog import call_kind
@@ -121,7 +121,7 @@ def test_the_planner_saves_the_output_and_the_statistics_together(batch, axes, w
             return checkpoint_name(attend(q, k, v), "y")
 
     x = jax.ShapeDtypeStruct((batch, length, heads, features), jnp.bfloat16)
-    problem, _, ways = layer_problem(layer, (x, x, x), SLOW, share=Share(mesh, axes=axes) if mesh else ALONE)
+    problem, _, ways = layer_problem(trace_layer(layer, (x, x, x)), SLOW, share=Share(mesh, axes=axes) if mesh else ALONE)
     (kernel,) = [op for op in problem.ops if op.together]
     alone = count_step_flops(jax.make_jaxpr(attend)(x, x, x)).total
     assert kernel.flops == alone // axes.tensor > 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxremat.answer.layer_estimate import cost_of
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.tpu.attention import splash_attention
 from jaxremat.chips.tpu.device import Fitted, load_tpu, tpu_names
@@ -262,7 +262,7 @@ def test_a_layer_s_splash_attention_has_the_share_of_attention():
         return splash_attention(x_BTNH, x_BTNH, x_BTNH, block=128, name=ResidualName("context"))
 
     x = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
-    problem, _, ways = layer_problem(layer, (x,), replace(speed(), bandwidth_bytes_per_s=1e15))
+    problem, _, ways = layer_problem(trace_layer(layer, (x,)), replace(speed(), bandwidth_bytes_per_s=1e15))
     assert {(way.name, way.primitive) for way in ways.values()} == {("", FUSED_ATTENTION)}
     of_attention = [op for op in problem.ops if op.flops]
     assert [[problem.values[v].name for v in op.outputs] for op in of_attention if op.together] == [[*ways]]

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxremat
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.config import ModelConfig, TrainConfig
 from jaxremat.errors import UsageError
 from jaxremat.model.decoder_workload import decoder_factory
@@ -206,7 +206,7 @@ def test_a_plan_knows_the_residuals_of_frozen_kernels(h100):
 
     def needed(*patterns):
         (kind,) = frozen_decoder(*patterns).layers_at(4, TRAIN).kinds
-        problem, *_ = layer_problem(kind.function, kind.args, h100.speed, frozen=kind.frozen)
+        problem, *_ = layer_problem(trace_layer(kind.function, kind.args, kind.frozen), h100.speed)
         return sum(value.num_bytes for value in problem.values if value.needed and not value.name.startswith("args"))
 
     assert needed("layers/mlp") < needed() == needed("embedding")
@@ -288,7 +288,7 @@ def test_a_plan_knows_the_residuals_of_frozen_found_layers(h100):
 
     def needed(trainable):
         kind = only_kind(trainable, in_scan=False)
-        problem, *_ = layer_problem(kind.function, kind.args, h100.speed, frozen=kind.frozen)
+        problem, *_ = layer_problem(trace_layer(kind.function, kind.args, kind.frozen), h100.speed)
         return {value.name for value in problem.values if value.needed}
 
     assert needed("down") < needed(None)

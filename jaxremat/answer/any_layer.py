@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxremat.answer.layer_estimate import cost_of, estimate_function, speed_of
+from jaxremat.answer.layer_estimate import cost_of, estimate_layer, speed_of
+from jaxremat.answer.layer_problem import trace_layer
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target, load_target
 from jaxremat.errors import DoesNotFitError, UsageError
@@ -164,7 +165,7 @@ def _module_stack(layer: "nn.Module", args: tuple[Any, ...], num_layers: int, sc
         return jax.grad(loss, argnums=(0, 1))
 
     return _Stack(
-        estimate=estimate_function(*module_layer(named, *args), speed, in_scan=scan and num_layers > 1),
+        estimate=estimate_layer(trace_layer(*module_layer(named, *args)), speed, in_scan=scan and num_layers > 1),
         gradient=gradient,
         args=(variables.get("params", {}), args[0], others, key, *args[1:]),
     )
@@ -185,7 +186,7 @@ def _function_stack(function: Callable[..., Any], args: tuple[Any, ...], num_lay
         return jax.grad(loss, argnums=(0, 1))
 
     return _Stack(
-        estimate=estimate_function(autoname(function), args, speed, in_scan=num_layers > 1),
+        estimate=estimate_layer(trace_layer(autoname(function), args), speed, in_scan=num_layers > 1),
         gradient=gradient,
         args=(stacked, *args[1:]),
     )

@@ -7,11 +7,10 @@ it doesn't. XLA does so in many layers and not in all. The second problem become
 choose between them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from jaxremat.answer.layer_problem import layer_problem
+from jaxremat.answer.layer_problem import TracedLayer, layer_problem
 from jaxremat.answer.layer_share import ALONE, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.chips.target import Target
@@ -31,26 +30,16 @@ _LEAST_OFFLOADED = 2**20
 _SMALL = 2000
 
 
-def estimate_function(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    speed: DeviceSpeed,
-    *,
-    in_scan: bool,
-    share: Share = ALONE,
-    frozen: Collection[int] = (),
-) -> LayerEstimate:
+def estimate_layer(layer: TracedLayer, speed: DeviceSpeed, *, in_scan: bool, share: Share = ALONE) -> LayerEstimate:
     """The estimate of a layer, a function whose values have checkpoint names (`autoname`).
 
     Args:
-        function: the layer.
-        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        layer: the layer.
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         share: on several devices, what one of them stores and computes.
-        frozen: as for `layer_problem`.
     """
-    fused, unfused, found = layer_problem(function, args, speed, in_scan=in_scan, share=share, frozen=frozen)
+    fused, unfused, found = layer_problem(layer, speed, in_scan=in_scan, share=share)
     problem, unfused = map(_without_small_transfers, (fused, unfused))
     ways = {v: found[value.name] for v, value in enumerate(problem.values) if value.name in found}
     # In unrolled layers XLA starts host transfers too late for them to free the device's memory.

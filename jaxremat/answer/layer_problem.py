@@ -60,6 +60,27 @@ _LIBRARY_CALLS = frozenset({FUSED_ATTENTION, "dot_general", "conv_general_dilate
 
 
 @dataclass(frozen=True)
+class TracedLayer:
+    """A layer traced with its gradient.
+
+    Attributes:
+        program: the forward pass. Its outputs are the results and the residuals, and then what the gradient reads.
+        num_results: how many of its outputs are results.
+        num_own: how many of its outputs are results or residuals.
+        paths: of its arguments, such as `args[0]/params/mlp/wi_0/kernel`.
+        gradient: the backward pass.
+        read: the constants of `gradient` that are the last outputs of `program`.
+    """
+
+    program: Program
+    num_results: int
+    num_own: int
+    paths: tuple[str, ...]
+    gradient: Program
+    read: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Keep:
     """How a policy saves a value: by its checkpoint name or by the primitive that makes it.
 
@@ -71,16 +92,43 @@ class Keep:
     primitive: str = ""
 
 
+def trace_layer(function: Callable[..., Any], args: tuple[Any, ...], frozen: Collection[int] = ()) -> TracedLayer:
+    """Traces a layer, `function(*args)`, and its gradient.
+
+    Args:
+        function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
+        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
+    """
+    opened, starts, gradient, read = CALLS | DERIVATIVE_CALLS, (0, 0), None, list[int]()
+
+    def both(*args: Any) -> list[Any]:
+        nonlocal starts, gradient, read
+        leaves, tree = jax.tree.flatten(args)
+        is_trained = [is_float(leaf) and number not in frozen for number, leaf in enumerate(leaves)]
+        floats, rest = partition_by(args, tree.unflatten(is_trained))
+        y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
+        moved, others = partition(y, is_float)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), others)
+        gradient = flatten(jax.make_jaxpr(lambda moved: pullback(combine(moved, zeros)))(moved), opened)
+        traced = {number: value for number, value in gradient.constants if is_array(value)}
+        results, residuals, read = jax.tree.leaves(y), jax.tree.leaves(pullback), [*traced]
+        starts = len(results), len(results) + len(residuals)
+        return [*results, *residuals, *traced.values()]
+
+    program = with_attention(flatten(jax.make_jaxpr(both)(*args), opened))
+    assert gradient is not None, "the function was traced"
+    paths = (
+        f"args[{path[0].idx}]" + "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in path[1:])
+        for path, _ in jax.tree.leaves_with_path(args)
+    )
+    return TracedLayer(program, *starts, tuple(paths), gradient, tuple(read))
+
+
 def layer_problem(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    speed: DeviceSpeed,
-    *,
-    in_scan: bool = True,
-    share: Share = ALONE,
-    frozen: Collection[int] = (),
+    layer: TracedLayer, speed: DeviceSpeed, *, in_scan: bool = True, share: Share = ALONE
 ) -> tuple[Problem, Problem, dict[str, Keep]]:
-    """The problem of one layer, `function(*args)`, by both assumptions on reductions.
+    """The problem of one layer by both assumptions on reductions.
 
     A value that can be saved by its checkpoint name is called by that name. Other values are called by module path and
     operation. If several values share a checkpoint name, none of them can be saved alone, and none is offered; `autoname` gives
@@ -109,12 +157,10 @@ def layer_problem(
     takes one host transfer each way. No kernel hides them, which makes this an upper bound.
 
     Args:
-        function: a function of arrays, such as `autoname(Block)(config).apply`. It returns a pytree of arrays.
-        args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
+        layer: the layer.
         speed: the device's speed.
         in_scan: whether the layer is the body of a scan over layers.
         share: of several devices, what one of them stores and computes of the layer, and what its gathers cost.
-        frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
 
     Returns:
         Two problems, and how each saveable value is saved, by its name in the problems. In the first problem reductions over the
@@ -124,7 +170,7 @@ def layer_problem(
     References:
         jax/_src/ad_checkpoint.py (`saved_residuals`, which finds residuals the same way).
     """
-    program, residuals, first, lies = _forward_and_residuals(function, args, share, frozen)
+    program, residuals, first, lies = _forward_and_residuals(layer, share)
     merged = _merge_names(program, residuals)
     needed = {merged.value(number) for number in residuals}
     equations = _live(program, merged, needed)
@@ -138,7 +184,7 @@ def layer_problem(
     copied = _copied(equations, merged) if in_scan else set[int]()
     save_s = _save_seconds(lies, equations, written, copied, speed, in_scan)
     ways = {number: way for number in makers if (way := _way_to_keep(makers[number], merged.names.get(number, ()), merged))}
-    labels = _labels(program, args, equations, given, {number: way.name for number, way in ways.items()})
+    labels = _labels(program, layer.paths, equations, given, {number: way.name for number, way in ways.items()})
     values = tuple(
         Value(
             name=labels[number],
@@ -153,11 +199,11 @@ def layer_problem(
         for number in numbers
     )
     place = {number: n for n, number in enumerate(numbers)}
-    layer = layer_scope(program)
+    scope = layer_scope(program)
     fused_s, unfused_s = (_recompute_seconds(lies, equations, merged, written, speed, fused) for fused in (True, False))
     ops = tuple(
         Op(
-            name=value_path(equation, layer),
+            name=value_path(equation, scope),
             inputs=tuple(place[number] for number in merged.operands(equation)),
             outputs=tuple(place[number] for number in equation.outputs),
             recompute_s=cost,
@@ -177,37 +223,18 @@ def layer_problem(
     return problem, unfused, {labels[number]: way for number, way in ways.items()}
 
 
-def _forward_and_residuals(
-    function: Callable[..., Any], args: tuple[Any, ...], share: Share, frozen: Collection[int]
-) -> tuple[Program, set[int], set[int], Lies]:
-    """The program of `function` and its residuals.
+def _forward_and_residuals(layer: TracedLayer, share: Share) -> tuple[Program, set[int], set[int], Lies]:
+    """The program of a layer and its residuals.
 
     With it come the numbers of the values that are residuals, of those that the gradient reads first, and how all values lie.
     """
-    opened, starts, gradient, read = CALLS | DERIVATIVE_CALLS, (0, 0), None, list[int]()
-
-    def both(*args: Any) -> list[Any]:
-        nonlocal starts, gradient, read
-        leaves, tree = jax.tree.flatten(args)
-        is_trained = [is_float(leaf) and number not in frozen for number, leaf in enumerate(leaves)]
-        floats, rest = partition_by(args, tree.unflatten(is_trained))
-        y, pullback = jax.vjp(lambda floats: function(*combine(floats, rest)), floats)
-        moved, others = partition(y, is_float)
-        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), others)
-        gradient = flatten(jax.make_jaxpr(lambda moved: pullback(combine(moved, zeros)))(moved), opened)
-        traced = {number: value for number, value in gradient.constants if is_array(value)}
-        results, residuals, read = jax.tree.leaves(y), jax.tree.leaves(pullback), [*traced]
-        starts = len(results), len(results) + len(residuals)
-        return [*results, *residuals, *traced.values()]
-
-    program, lies = share.of(with_attention(flatten(jax.make_jaxpr(both)(*args), opened)))
-    assert gradient is not None, "the function was traced"
-    of_layer = dict(zip(read, program.outputs[starts[1] :], strict=True))
-    program = replace(program, outputs=program.outputs[: starts[1]])
-    residuals = {atom for atom in program.outputs[starts[0] :] if isinstance(atom, int)}
+    program, lies = share.of(layer.program)
+    of_layer = dict(zip(layer.read, program.outputs[layer.num_own :], strict=True))
+    program = replace(program, outputs=program.outputs[: layer.num_own])
+    residuals = {atom for atom in program.outputs[layer.num_results :] if isinstance(atom, int)}
     given = {*program.inputs, *dict(program.constants)}
     made = {number: atom for number, atom in of_layer.items() if isinstance(atom, int) and atom not in given}
-    return program, residuals, _read_first(gradient, made), lies
+    return program, residuals, _read_first(layer.gradient, made), lies
 
 
 def _read_first(gradient: Program, made: Mapping[int, int]) -> set[int]:
@@ -315,7 +342,7 @@ def _way_to_keep(maker: Equation, names: tuple[str, ...], merged: _Merged) -> Ke
 
 
 def _labels(
-    program: Program, args: tuple[Any, ...], equations: list[Equation], given: list[int], own: dict[int, str]
+    program: Program, paths: Iterable[str], equations: list[Equation], given: list[int], own: dict[int, str]
 ) -> dict[int, str]:
     """A unique name for each value.
 
@@ -324,10 +351,6 @@ def _labels(
     labels = {number: name for number, name in own.items() if name}
     taken = set(labels.values())
     layer = layer_scope(program)
-    paths = [
-        f"args[{path[0].idx}]" + "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in path[1:])
-        for path, _ in jax.tree.leaves_with_path(args)
-    ]
     bases = dict(zip(program.inputs, paths, strict=True))
     for equation in equations:
         base = value_path(equation, layer)

@@ -7,12 +7,13 @@
 One kind of layers is planned as it is, and `num_layers` is the number of its layers. See `planner/shared_budget.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import jax
 
-from jaxremat.answer.layer_estimate import estimate_function
+from jaxremat.answer.layer_estimate import estimate_layer
+from jaxremat.answer.layer_problem import TracedLayer, trace_layer
 from jaxremat.answer.layer_share import ALONE, Parts, Share
 from jaxremat.chips.speed import DeviceSpeed
 from jaxremat.errors import UsageError
@@ -23,6 +24,9 @@ from jaxremat.planner.shared_budget import EqualLayers
 from jaxremat.policy.found import Kind
 from jaxremat.policy.spec import Names, Policy, Rule
 from jaxremat.trial.trials import Trials
+
+#: Kinds of layers, each with one of its layers as it is traced.
+TracedKinds = Sequence[tuple[Kind, TracedLayer]]
 
 
 def estimate_workload(
@@ -47,7 +51,27 @@ def estimate_workload(
         UsageError: no repeated layers were found, or the workload is a step.
     """
     mesh, axes = trials.target.mesh, trials.target.mesh_shape
-    found = trials.factory.layers_at(batch, trials.train, mesh)
+    which = trials.factory, trials.train, mesh, batch
+    if which not in trials.layers:
+        trials.layers[which] = _traced_layers(trials, batch)
+    traced, times = trials.layers[which], trials.train.accumulate
+    shares = [Share(mesh, _parts(trials, kind), times * waits, axes) if mesh else ALONE for kind, _ in traced]
+    kinds = estimate_kinds(traced, _slower(speed, times), offload=offload, shares=shares)
+    as_config = trials.workload_at().as_config
+
+    def allows(policy: Policy) -> bool:
+        return (as_config is None or as_config(policy) is not None) and not any(map(_is_in_experts, policy.names()))
+
+    return tuple(replace(kind, layer=_allowed(kind.layer, allows)) for kind in kinds)
+
+
+def _traced_layers(trials: Trials, batch: int) -> TracedKinds:
+    """The kinds of layers at a batch, each traced.
+
+    Raises:
+        UsageError: as `estimate_workload`.
+    """
+    found = trials.factory.layers_at(batch, trials.train, trials.target.mesh)
     if found is None or not found.kinds:
         looked_at = "a whole step" if found is None else "; ".join(found.looked_at)
         raise UsageError(
@@ -56,15 +80,12 @@ def estimate_workload(
             cause=f"looked at {looked_at}",
             next_step="name the scopes of the layers: --layers 'blocks_*', or layers= of the Workload",
         )
-    times = trials.train.accumulate
-    shares = [Share(mesh, _parts(trials, kind), times * waits, axes) if mesh else ALONE for kind in found.kinds]
-    kinds = estimate_kinds(found.kinds, _slower(speed, times), offload=offload, shares=shares)
-    as_config = trials.workload_at().as_config
+    return trace_kinds(found.kinds)
 
-    def allows(policy: Policy) -> bool:
-        return (as_config is None or as_config(policy) is not None) and not any(map(_is_in_experts, policy.names()))
 
-    return tuple(replace(kind, layer=_allowed(kind.layer, allows)) for kind in kinds)
+def trace_kinds(kinds: Iterable[Kind]) -> TracedKinds:
+    """Kinds of layers that were found in a program, each with one of its layers as it is traced."""
+    return tuple((kind, trace_layer(kind.function, kind.args, kind.frozen)) for kind in kinds)
 
 
 def _is_in_experts(name: str) -> bool:
@@ -108,23 +129,23 @@ def _parts(trials: Trials, kind: Kind) -> Parts:
 
 
 def estimate_kinds(
-    kinds: Sequence[Kind], speed: DeviceSpeed, *, offload: bool = False, shares: Sequence[Share] = ()
+    kinds: TracedKinds, speed: DeviceSpeed, *, offload: bool = False, shares: Sequence[Share] = ()
 ) -> tuple[EqualLayers, ...]:
-    """The estimates of kinds of layers that were found in a program.
+    """The estimates of kinds of layers.
 
     Args:
-        kinds: the kinds. The checkpoint names of several kinds begin with their prefixes.
+        kinds: the kinds, of `trace_kinds`. The checkpoint names of several kinds begin with their prefixes.
         speed: the device's speed.
         offload: whether to add an alternative in which kernels hide host transfers. Only layers in a scan get it.
         shares: for each kind, what one of several devices stores and computes. Empty for one device.
     """
     shares = shares or [ALONE] * len(kinds)
-    return tuple(_of_kind(kind, speed, offload, share) for kind, share in zip(kinds, shares, strict=True))
+    return tuple(_of_kind(*kind, speed, offload, share) for kind, share in zip(kinds, shares, strict=True))
 
 
-def _of_kind(kind: Kind, speed: DeviceSpeed, offload: bool, share: Share) -> EqualLayers:
-    estimate = estimate_function(kind.function, kind.args, speed, in_scan=kind.in_scan, share=share, frozen=kind.frozen)
-    # Only layers in a scan may save bytes in host memory: `estimate_function` gives the others none.
+def _of_kind(kind: Kind, layer: TracedLayer, speed: DeviceSpeed, offload: bool, share: Share) -> EqualLayers:
+    estimate = estimate_layer(layer, speed, in_scan=kind.in_scan, share=share)
+    # Only layers in a scan may save bytes in host memory: `estimate_layer` gives the others none.
     if offload and estimate.offload_bytes:
         estimate = _with_hidden_offload(estimate, speed)
     return EqualLayers(estimate, kind.num_layers, kind.prefix)

@@ -91,6 +91,7 @@ class Trials:
         with_dump: whether XLA's dump of the program is read, for a map of the memory.
         before: the driver's reading from before this process began with the device. None where none was taken.
         steps: the compiled steps, by all that decides them but the batch.
+        layers: the layers as they are traced for the planner, by all that decides them (`answer/workload_estimate.py`).
         on_compile: called before each compile with the policy and the batch.
         on_step: called before each measured step with the batch and the number of the step, from 0.
         num_ahead: measured steps that are given to the device while it computes another, as `measure_step` has it.
@@ -115,6 +116,7 @@ class Trials:
     with_dump: bool = False
     before: Reading | None = None
     steps: dict[Hashable, Steps] = field(default_factory=dict, repr=False)
+    layers: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     on_compile: Callable[[Policy, int], None] = lambda policy, batch: None
     on_step: Callable[[int, int], None] = lambda batch, step: None
     num_ahead: int = 1

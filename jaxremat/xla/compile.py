@@ -48,9 +48,10 @@ from jaxremat.xla.exchanges import Exchange, exchanges
 from jaxremat.xla.host_slices import misread
 from jaxremat.xla.memory import CompiledMemory, memory_of_rejected, read_memory
 from jaxremat.xla.memory_map import read_map
-from jaxremat.xla.options import as_flags, compiler_options, kernel_options, other_matmuls
+from jaxremat.xla.options import as_flags, compiler_options, other_matmuls
 from jaxremat.xla.refusal import explained, is_lasting, of_while_loop
-from jaxremat.xla.results import XlaResult, result_key, store_result, stored_result, without_addresses
+from jaxremat.xla.results import XlaResult, kernels_path, result_key, store_result, stored_result, without_addresses
+from jaxremat.xla.saved_kernels import saved_kernels
 from jaxremat.xla.traced import Traced, offloads_in_loop, read_traced
 
 #: A limit of `limit_bytes` that hardly any program is within.
@@ -366,12 +367,10 @@ def _from_xla(lowered: Any, target: Target, options: dict[str, Any], *, stores: 
     limit_bytes = _limit_bytes(target, options)
     dumps = bool(key or with_dump or limit_bytes)
     with tempfile.TemporaryDirectory(dir=_own_folder()) if dumps else contextlib.nullcontext() as folder:
-        ours = kernel_options(target, _own_folder() / threading.current_thread().name) | (
-            OPTIONS | {"xla_dump_to": folder} if folder else {}
-        )
+        dump = OPTIONS | {"xla_dump_to": folder} if folder else {}
         try:
-            with _uncached(target):
-                compiled = lowered.compile(compiler_options=ours | options)
+            with _uncached(target), saved_kernels(target, _own_folder(), kernels_path(target) if key else None) as kernels:
+                compiled = lowered.compile(compiler_options={**kernels, **dump, **options})
         except RuntimeError as error:
             raise_if_interrupted()
             if (needed_bytes := target.chip.needed_bytes(str(error))) is not None:
@@ -538,11 +537,7 @@ def _own_shardings(target: Target, args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.cache
 def _own_folder() -> Path:
-    """The folder of what XLA writes for this process: dumps and kernels. Deleted when it ends.
-
-    XLA doesn't compile a kernel again that an earlier program of the thread already had. Programs of two policies at the same
-    batch share most of their kernels.
-    """
+    """The folder of what XLA writes for this process: dumps and kernels. Deleted when it ends."""
     folder = tempfile.mkdtemp(prefix="jaxremat-")
     at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)

@@ -92,8 +92,7 @@ def remat_limit(memory: CompiledMemory, pool_bytes: int | None) -> int | None:
 def kernel_options(target: "Target", kernels: Path) -> dict[str, Any]:
     """The option with which XLA saves compiled kernels in the file `kernels`.
 
-    The compiled program doesn't depend on them. Empty for a device that is here. Compiles for a GPU that isn't run one after
-    the other, and no measured time depends on the kernels.
+    The context of `xla/saved_kernels.py` says what they are saved for. Empty for a device that is here.
     """
     option = target.chip.options.kernel_cache
     if target.kind != "deviceless" or option is None or option in _users_flags():

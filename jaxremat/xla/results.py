@@ -154,6 +154,15 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
     return hashlib.sha256(f"{text}\0{_without_callers(program)}".encode()).hexdigest()
 
 
+def kernels_path(target: "Target") -> Path:
+    """The file of the compiled kernels that all processes share (`xla/saved_kernels.py`).
+
+    It is one of the store, so that it is removed like a result.
+    """
+    made_by = [_FORMAT, target.compute_capability, _versions(), [_state(shutil.which(name)) for name in TOOLS]]
+    return _folder() / f"kernels-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()}"
+
+
 def without_addresses(program: str) -> str:
     """The text of a program without addresses of this process.
 
