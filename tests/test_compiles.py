@@ -83,6 +83,7 @@ def test_a_line_has_the_numbers_that_are_known():
     assert numbers(compile_text("dots", Compile(3, 9, 23.4), "batch 126")) == [3, 9, 126, 24]
     assert numbers(compile_text("dots", Compile(1, 9), "batch 126")) == [1, 9, 126]
     assert numbers(compile_text("dots", Compile(2), "batch 126")) == [2, 126]
+    assert numbers(compile_text("dots", Compile(1, 1), "batch 126")) == [1, 126]
     assert numbers(compile_text("dots", Compile(2, 9, 23.4, 118), "batch 126")) == [2, 9, 126, 118, 24]
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxremat.answer import workload_estimate
 from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
@@ -208,6 +209,21 @@ def test_gathered_kernels_are_saved_where_links_are_slow_and_memory_is_ample(h10
     assert saved(2**30) == set(GATHERED_NAMES)
     assert saved(WI_0_BYTES - 1) <= {"query_gathered", "key_gathered", "value_gathered", "out_gathered"}
     assert saved(0) == set()
+
+
+def test_a_layer_is_traced_once_however_exposed_its_gathers_are(h100s, monkeypatch):
+    traced = []
+    monkeypatch.setattr(workload_estimate, "trace_layer", lambda *layer: traced.append(layer) or trace_layer(*layer))
+    run = make_run(on_slow_links(h100s, 1e9))
+
+    def seconds(run: Trials, waits: float) -> list[float]:
+        problem = estimate_workload(run, run.target.speed, 2, waits=waits)[0].layer.problem
+        return [op.recompute_s for op in problem.ops if problem.values[op.outputs[0]].name in GATHERED_NAMES]
+
+    exposed, hidden = seconds(run, 1.0), seconds(replace(run, budget_bytes=2**30), 0.25)
+    assert len(traced) == 1
+    assert exposed
+    assert hidden == pytest.approx([one / 4 for one in exposed])
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import pytest
 from jaxremat.chips.target import load_target
 from jaxremat.xla import compile as compile_module
 from jaxremat.xla import saved_kernels as module
-from jaxremat.xla.compile import Compilation, lower_and_compile
+from jaxremat.xla.compile import Compilation, begin_compile, when_requested
 from jaxremat.xla.results import SINCE, kernels_path
 from jaxremat.xla.saved_kernels import saved_kernels
 
@@ -110,7 +110,7 @@ def test_a_program_is_the_same_with_the_kernels_of_others(tmp_path, h100, shared
     def compiled(program, folder: str) -> Compilation:
         """A program that a process compiles which has compiled nothing before."""
         monkeypatch.setattr(compile_module, "_own_folder", lambda: thread_s_folder(tmp_path, folder))
-        return lower_and_compile(program, shapes, h100, keep_dump=True)
+        return begin_compile(when_requested, program, shapes, h100, with_dump=True)()
 
     for number, program in enumerate((jax.grad(layers, argnums=1), jax.grad(lambda x, w: layers(2 * x, w), argnums=(0, 1)))):
         found, sizes = [], set()

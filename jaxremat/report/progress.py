@@ -35,7 +35,7 @@ def compile_text(what: str, compile: Compile, *about: str) -> str:
 
     Of `"dots", Compile(3, 9, 23.4), "batch 8"`: `dots: compile 3 of at most 9, batch 8; these take at most about 24 s more`.
     """
-    of = "" if compile.at_most is None else f" of at most {compile.at_most}"
+    of = "" if compile.at_most in (None, 1) else f" of at most {compile.at_most}"
     estimate = [] if compile.estimate is None else [f"the largest that fits is about {compile.estimate}"]
     return ", ".join([f"{what}: compile {compile.number}{of}", *about, *estimate]) + rest_text(compile.rest_s)
 
