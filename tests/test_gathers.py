@@ -10,6 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxremat.answer import workload_estimate
+from jaxremat.answer.layer_estimate import speed_of
 from jaxremat.answer.layer_problem import layer_problem, trace_layer
 from jaxremat.answer.layer_share import Share
 from jaxremat.answer.planned import plan_run
@@ -217,7 +218,7 @@ def test_a_layer_is_traced_once_however_exposed_its_gathers_are(h100s, monkeypat
     run = make_run(on_slow_links(h100s, 1e9))
 
     def seconds(run: Trials, waits: float) -> list[float]:
-        problem = estimate_workload(run, run.target.speed, 2, waits=waits)[0].layer.problem
+        problem = estimate_workload(run, speed_of(run.target), 2, waits=waits)[0].layer.problem
         return [op.recompute_s for op in problem.ops if problem.values[op.outputs[0]].name in GATHERED_NAMES]
 
     exposed, hidden = seconds(run, 1.0), seconds(replace(run, budget_bytes=2**30), 0.25)
