@@ -100,7 +100,8 @@ def trace_layer(function: Callable[..., Any], args: tuple[Any, ...], frozen: Col
         args: its arguments. Leaves may be `jax.ShapeDtypeStruct`s.
         frozen: the numbers of the leaves of `args` that aren't differentiated, beside those that aren't floating-point.
     """
-    opened, starts, gradient, read = CALLS | DERIVATIVE_CALLS, (0, 0), None, list[int]()
+    opened, starts, read = CALLS | DERIVATIVE_CALLS, (0, 0), list[int]()
+    gradient: Any = None  # a Program, when the function was traced
 
     def both(*args: Any) -> list[Any]:
         nonlocal starts, gradient, read
@@ -117,12 +118,12 @@ def trace_layer(function: Callable[..., Any], args: tuple[Any, ...], frozen: Col
         return [*results, *residuals, *traced.values()]
 
     program = with_attention(flatten(jax.make_jaxpr(both)(*args), opened))
-    assert gradient is not None, "the function was traced"
     paths = (
         f"args[{path[0].idx}]" + "".join(f"/{jax.tree_util.keystr((key,), simple=True)}" for key in path[1:])
         for path, _ in jax.tree.leaves_with_path(args)
     )
-    return TracedLayer(program, *starts, tuple(paths), gradient, tuple(read))
+    numbers = tuple((number, None) for number, _ in gradient.constants)  # not their tracers, whose trace has ended
+    return TracedLayer(program, *starts, tuple(paths), replace(gradient, constants=numbers), tuple(read))
 
 
 def layer_problem(
