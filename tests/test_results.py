@@ -335,4 +335,4 @@ jax.jit(here)(jnp.ones((8, 8)))
         cached = [path.name for path in (tmp_path / "jax").iterdir()]
         assert any("jit_here" in name for name in cached)
         assert not any("jit_not_here" in name for name in cached)
-        assert len(list(store.iterdir())) == 1
+        assert len([one for one in store.iterdir() if not one.name.startswith("kernels-")]) == 1
