@@ -35,48 +35,48 @@ def compile_with(h100, folder: Path, shared: Path | None, made: bytes = b"") -> 
     return found
 
 
-def thread_s_folder(tmp_path: Path, number: int | str) -> Path:
+def process_folder(tmp_path: Path, number: int | str) -> Path:
     folder = tmp_path / f"process-{number}"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def test_another_process_finds_the_kernels(tmp_path, h100, shared):
-    assert compile_with(h100, thread_s_folder(tmp_path, 1), shared, b"one") is None
-    assert compile_with(h100, thread_s_folder(tmp_path, 2), shared, b"two") == b"one"
-    assert compile_with(h100, thread_s_folder(tmp_path, 1), shared) == b"onetwo"
+    assert compile_with(h100, process_folder(tmp_path, 1), shared, b"one") is None
+    assert compile_with(h100, process_folder(tmp_path, 2), shared, b"two") == b"one"
+    assert compile_with(h100, process_folder(tmp_path, 1), shared) == b"onetwo"
 
 
 def test_without_a_store_a_thread_has_its_own_kernels(tmp_path, h100):
-    assert compile_with(h100, thread_s_folder(tmp_path, 1), None, b"one") is None
-    assert compile_with(h100, thread_s_folder(tmp_path, 1), None) == b"one"
-    assert compile_with(h100, thread_s_folder(tmp_path, 2), None) is None
+    assert compile_with(h100, process_folder(tmp_path, 1), None, b"one") is None
+    assert compile_with(h100, process_folder(tmp_path, 1), None) == b"one"
+    assert compile_with(h100, process_folder(tmp_path, 2), None) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", bytes(range(100))], ids=["empty", "short", "damaged"])
 def test_a_damaged_file_is_begun_anew(tmp_path, h100, shared, content):
     shared.parent.mkdir(parents=True)
     shared.write_bytes(content)
-    assert not compile_with(h100, thread_s_folder(tmp_path, 1), shared, b"one")
-    assert compile_with(h100, thread_s_folder(tmp_path, 2), shared) == b"one"
+    assert not compile_with(h100, process_folder(tmp_path, 1), shared, b"one")
+    assert compile_with(h100, process_folder(tmp_path, 2), shared) == b"one"
 
 
 def test_a_file_that_is_too_large_is_begun_anew(tmp_path, h100, shared, monkeypatch):
-    compile_with(h100, thread_s_folder(tmp_path, 1), shared, bytes(100))
+    compile_with(h100, process_folder(tmp_path, 1), shared, bytes(100))
     monkeypatch.setattr(module, "MOST_BYTES", 99)
-    assert compile_with(h100, thread_s_folder(tmp_path, 2), shared, b"one") is None
-    assert compile_with(h100, thread_s_folder(tmp_path, 1), shared) == b"one"
+    assert compile_with(h100, process_folder(tmp_path, 2), shared, b"one") is None
+    assert compile_with(h100, process_folder(tmp_path, 1), shared) == b"one"
 
 
 def test_fresh_ignores_the_kernels_of_before(tmp_path, h100, shared, monkeypatch):
-    compile_with(h100, thread_s_folder(tmp_path, 1), shared, b"one")
+    compile_with(h100, process_folder(tmp_path, 1), shared, b"one")
     monkeypatch.setenv(SINCE, repr(os.stat(shared).st_mtime + 1))
-    assert compile_with(h100, thread_s_folder(tmp_path, 2), shared) is None
+    assert compile_with(h100, process_folder(tmp_path, 2), shared) is None
 
 
 def test_a_compile_that_fails_shares_nothing(tmp_path, h100, shared):
     def rejected() -> None:
-        with saved_kernels(h100, thread_s_folder(tmp_path, 1), shared) as options:
+        with saved_kernels(h100, process_folder(tmp_path, 1), shared) as options:
             Path(options[OPTION]).write_bytes(b"half")
             raise RuntimeError("XLA rejected it")
 
@@ -109,7 +109,7 @@ def test_a_program_is_the_same_with_the_kernels_of_others(tmp_path, h100, shared
 
     def compiled(program, folder: str) -> Compilation:
         """A program that a process compiles which has compiled nothing before."""
-        monkeypatch.setattr(compile_module, "_own_folder", lambda: thread_s_folder(tmp_path, folder))
+        monkeypatch.setattr(compile_module, "_own_folder", lambda: process_folder(tmp_path, folder))
         return begin_compile(when_requested, program, shapes, h100, with_dump=True)()
 
     for number, program in enumerate((jax.grad(layers, argnums=1), jax.grad(lambda x, w: layers(2 * x, w), argnums=(0, 1)))):

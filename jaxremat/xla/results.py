@@ -110,6 +110,11 @@ def ignore_older_results() -> None:
     os.environ[SINCE] = repr(time.time())
 
 
+def is_ignored(made_s: float) -> bool:
+    """Whether what was stored at a time, in seconds since 1970, isn't used (`SINCE`)."""
+    return made_s < float(os.environ.get(SINCE, "0"))
+
+
 def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> str | None:
     """The key of a program's result.
 
@@ -134,7 +139,7 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
         return None
     mesh = target.mesh_shape
     settings = {
-        "format": _FORMAT,
+        **_made_by(),
         "target": [
             *(target.text, mesh.nodes, mesh.num_devices, [device.id for device in target.devices]),
             *([mesh.topology] if mesh.topology else []),
@@ -147,8 +152,6 @@ def result_key(program: str, target: "Target", options: Mapping[str, Any]) -> st
         },
         "flags": hashlib.sha256(xla_flags()).hexdigest(),
         "jax": {name: value for name, value in jax.config.values.items() if not _OF_PROCESS.fullmatch(name)},
-        "versions": _versions(),
-        "tools": [_state(shutil.which(name)) for name in TOOLS],
     }
     text = json.dumps(settings, sort_keys=True, default=repr)
     return hashlib.sha256(f"{text}\0{_without_callers(program)}".encode()).hexdigest()
@@ -159,8 +162,13 @@ def kernels_path(target: "Target") -> Path:
 
     It is one of the store, so that it is removed like a result.
     """
-    made_by = [_FORMAT, target.compute_capability, _versions(), [_state(shutil.which(name)) for name in TOOLS]]
-    return _folder() / f"kernels-{hashlib.sha256(json.dumps(made_by).encode()).hexdigest()}"
+    text = json.dumps({**_made_by(), "compute_capability": target.compute_capability}, sort_keys=True)
+    return _folder() / f"kernels-{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _made_by() -> dict[str, Any]:
+    """What compiles: its versions and tools, and the format of the store."""
+    return {"format": _FORMAT, "versions": _versions(), "tools": [_state(shutil.which(name)) for name in TOOLS]}
 
 
 def without_addresses(program: str) -> str:
@@ -238,7 +246,7 @@ def stored_result(key: str) -> XlaResult | None:
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError):
         _remove(path)
         return None
-    if stored.made_s < float(os.environ.get(SINCE, "0")):
+    if is_ignored(stored.made_s):
         return None
     with contextlib.suppress(OSError):  # somebody else's store, which can be read
         os.utime(path)

@@ -13,7 +13,6 @@ that do so at once, the kernels of one are lost.
 """
 
 import contextlib
-import os
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxremat.system.files import write_whole
 from jaxremat.xla.options import kernel_options
-from jaxremat.xla.results import SINCE
+from jaxremat.xla.results import is_ignored
 
 if TYPE_CHECKING:
     from jaxremat.chips.target import Target
@@ -62,13 +61,13 @@ def saved_kernels(target: "Target", folder: Path, shared: Path | None) -> Iterat
 def _kernels_in(shared: Path) -> bytes:
     """The kernels of a shared file.
 
-    Empty where there are none, where the file is damaged, and where it is older than `SINCE`.
+    Empty where there are none, where the file is damaged, and where `--fresh` ignores it.
     """
     with contextlib.suppress(OSError):
-        if shared.stat().st_mtime >= float(os.environ.get(SINCE, "0")):
-            whole = shared.read_bytes()
-            checksum, content = whole[:_CHECKSUM], whole[_CHECKSUM:]
-            return content if _checksum(content) == checksum else b""
+        whole = shared.read_bytes()
+        checksum, content = whole[:_CHECKSUM], whole[_CHECKSUM:]
+        if _checksum(content) == checksum and not is_ignored(shared.stat().st_mtime):
+            return content
     return b""
 
 
